@@ -1,0 +1,89 @@
+"""``torch.compile(model, backend="megamoe")``: our pass on the Dynamo graph, then Inductor."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import _torch
+from .options import Options, Require, resolve
+from .passes.fuse import Proposal
+from .passes.fuse import fuse as _fuse
+from .report import record
+
+log = logging.getLogger("moe_inductor")
+
+Compiler = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def megamoe(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Replace the Mixture-of-Experts layers of ``gm`` by fused operators and compile the result with Inductor.
+
+    ``mode`` is Inductor's; of ``options``, the ``moe.`` keys are ours and all others Inductor's. Raises OptionError on
+    an option that cannot be right, and RuntimeError where ``moe.require="all"`` is not met.
+    """
+    ours, inductor = resolve(options, mode, os.environ)
+    _apply(gm, example_inputs, ours)
+    return _torch.inductor(inductor)(gm, example_inputs)
+
+
+def fuse(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | Options | None = None
+) -> torch.fx.GraphModule:
+    """The pass alone: edits ``gm`` in place, records the outcome in the report, and returns ``gm``."""
+    ours = options if isinstance(options, Options) else resolve(options, None, os.environ)[0]
+    _apply(gm, example_inputs, ours)
+    return gm
+
+
+def with_inner(compiler: Compiler) -> Callable[..., Callable[..., Any]]:
+    """A backend that runs the pass and then ``compiler`` in Inductor's place, for tests and bisection."""
+
+    def backend(
+        gm: torch.fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        return compiler(fuse(gm, example_inputs, options), example_inputs)
+
+    return backend
+
+
+def _apply(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+    if options.disabled:
+        return
+    why = _torch.unsupported()
+    if why is not None:
+        _warn_once(f"{why}: the model is left to Inductor")
+        return
+    start = time.perf_counter()
+    outcomes = _fuse(gm, options, lambda proposal: _unverified(proposal))
+    entry = record(outcomes, seconds=time.perf_counter() - start)
+    if options.require is Require.ALL:
+        entry.require_all()
+
+
+def _unverified(proposal: Proposal) -> str:
+    return "not verified: moe.verify is off"
+
+
+_WARNED: set[str] = set()
+
+
+def _warn_once(text: str) -> None:
+    if text not in _WARNED:
+        _WARNED.add(text)
+        log.warning(text)

@@ -1,0 +1,78 @@
+"""What ``backend="megamoe"`` would do to a model, without building any code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from . import _torch
+from .options import resolve
+from .report import Break, Report, collecting
+
+
+def explain(
+    model: torch.nn.Module | Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, object] | None = None,
+    **kwargs: Any,
+) -> Report:
+    """Run ``model(*args, **kwargs)`` once through Dynamo and our pass, and report every region that looks like MoE.
+
+    Graphs run eager after the pass, Inductor is not called. The caller's mode holds: training or evaluation, gradients
+    or ``no_grad``. Parameters, gradients, buffers and the random state are afterwards what they were; the arguments are
+    used as they are, so a model that writes into them does so here too. A model that was compiled before is explained
+    as a whole, its compiled code is kept. Graph breaks are in ``Report.breaks``. ``options`` as for
+    ``torch.compile``; raises OptionError as it does, and whatever the model itself raises.
+    """
+    from .backend import fuse
+
+    ours, _ = resolve(options, None, os.environ)
+    breaks: list[Break] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        reason = _torch.break_reason(graph)
+        if reason is not None:
+            breaks.append(Break(*reason))
+        fused: Callable[..., Any] = fuse(graph, inputs, ours).forward
+        return fused
+
+    if isinstance(model, torch.nn.Module):
+        model = _torch.original_module(model)
+    with collecting() as graphs, _unchanged(model):
+        _torch.compile_isolated(model, compiler)(*args, **kwargs)
+    return Report(tuple(graphs), tuple(breaks))
+
+
+@contextmanager
+def _unchanged(model: torch.nn.Module | Callable[..., Any]) -> Iterator[None]:
+    """Put the random state, the buffers and the compiled calls of ``model`` back."""
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    calls = [(m, call) for m in modules if (call := _torch.compiled_call(m)) is not None]
+    buffers = [(m, name, b, b.detach().clone()) for m in modules for name, b in m._buffers.items() if b is not None]
+    devices = {b.device for _, _, b, _ in buffers} | {p.device for m in modules for p in m.parameters(recurse=False)}
+    cuda = [d for d in devices if d.type == "cuda"] if torch.cuda.is_available() else []
+    for module, _ in calls:
+        _torch.set_compiled_call(module, None)
+    try:
+        with torch.random.fork_rng(devices=cuda):
+            yield
+    finally:
+        for module, call in calls:
+            _torch.set_compiled_call(module, call)
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                module._buffers[name] = buffer
+                if not _same(buffer, before):
+                    buffer.copy_(before)
+
+
+def _same(buffer: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether nothing wrote into ``buffer``; False, so that it is written back, where values cannot be compared."""
+    try:
+        return torch.equal(buffer, before)
+    except (RuntimeError, NotImplementedError):
+        return False

@@ -1,0 +1,161 @@
+"""The combine seam: rows back in slot order, times their routing weight, summed over a token's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .aten import POINTWISE
+from .dispatch import SCATTERED, SORTED, Axes, Order, first, is_inverse
+from .pattern import P, match
+from .refusal import Refused, describe, require
+from .values import Value, numel
+
+#: The sum over the K slots of a token.
+SUM = P.op("sum", P.any("slots"), P.op_list(1))
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """``rows`` [N, H] in ``order``, ``weights`` [T, K] (in any shape of N elements, in slot order), and the dtypes in
+    which a weighted row and the sum are held."""
+
+    rows: Value
+    weights: Value
+    order: Order
+    row_dtype: torch.dtype
+    out_dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the outermost sum alone says: [T, K, H] slots summed over K."""
+
+    slots: Value
+    out_dtype: torch.dtype
+
+
+def outer(out: Value) -> Shape:
+    """The sum that ``out`` [T, H], or a cast of it, is."""
+    total = first(out) if out.op == "cast" else out
+    found = match(SUM, total)
+    if found is None or len(found.slots.shape) != 3:
+        raise Refused("combine", f"not a sum over a token's experts: {describe(out)}", out)
+    return Shape(found.slots, out.dtype)
+
+
+def combined(shape: Shape, axes: Axes) -> Combined:
+    """The weighted rows in the sum. Tries each way to read it; raises Refused with the reason of the last."""
+    reason = Refused("combine", f"the summed rows are not weighted: {describe(shape.slots)}", shape.slots)
+    for slots, order, dtype in _unpermuted(shape.slots, axes):
+        for rows, weight in _products(slots):
+            try:
+                return _weighted(rows, weight, order, min((dtype, slots.dtype), key=_bits), shape, axes)
+            except Refused as refused:
+                reason = refused
+    raise reason
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return torch.finfo(dtype).bits
+
+
+def _unpermuted(slots: Value, axes: Axes) -> Iterator[tuple[Value, Order, torch.dtype]]:
+    """``slots`` without reshapes, casts and the inverse permutation around the weighted rows, and the order that
+    leaves the rows in."""
+    narrowest, order, value = slots.dtype, Order(None), slots
+    while True:
+        if value.op in ("reshape", "cast"):
+            value = first(value)
+            narrowest = min(narrowest, value.dtype, key=_bits)
+        elif value.op == "gather" and order.perm is None and (perm := _inverted(value, axes)) is not None:
+            value, order = first(value), Order(perm)
+        else:
+            yield value, order, narrowest
+            return
+
+
+def _inverted(gathered: Value, axes: Axes) -> Value | None:
+    """The permutation that gathering with the index of ``gathered`` undoes."""
+    index = gathered.args[1]
+    assert isinstance(index, Value)
+    found = match(SCATTERED, index)
+    perm = found.index if found is not None else None
+    if found is None and (resorted := match(SORTED, index)) is not None and match(SORTED, resorted.keys) is not None:
+        perm = resorted.keys
+    if perm is None:
+        return None
+    require(is_inverse(index, perm, axes), "combine", "the rows are not brought back in slot order", gathered)
+    return perm  # type: ignore[no-any-return]
+
+
+def _products(value: Value) -> Iterator[tuple[Value, Value]]:
+    """(rows, weight) for both ways to read a product of rows with one number a row."""
+    if value.op == "mul" and len(value.args) == 2:
+        for rows, weight in (value.args, value.args[::-1]):
+            if isinstance(rows, Value) and isinstance(weight, Value):
+                narrow = first(weight) if weight.op == "expand" else weight
+                if narrow.shape and narrow.shape[-1] == 1:
+                    yield rows, narrow
+
+
+def _weighted(
+    rows: Value, weight: Value, order: Order, row_dtype: torch.dtype, shape: Shape, axes: Axes
+) -> Combined:
+    weight = _bare(weight)
+    inner_order = order
+    rows = _bare(rows)
+    if order.perm is None and rows.op == "gather" and (perm := _inverted(rows, axes)) is not None:
+        rows, inner_order = _bare(first(rows)), Order(perm)  # unpermuted before the weight
+    one_a_slot = rows.shape[0] == axes.slots or rows.shape[:2] == (axes.tokens, axes.top_k)
+    width = shape.slots.shape[-1]
+    require(
+        one_a_slot and numel(rows.shape) == axes.slots * width, "combine", f"not one row a slot: {describe(rows)}", rows
+    )
+    if order.perm is not None:
+        if not (weight.op == "gather" and weight.args[1] is order.perm):
+            raise Refused("weights", f"the rows are sorted, but their weights are not: {describe(weight)}", weight)
+        weight = first(weight)
+    require(
+        numel(weight.shape) == axes.slots, "weights", f"the routing weights are {describe(weight)}, not one a slot", weight
+    )
+    return Combined(rows, weight, inner_order, row_dtype, shape.out_dtype)
+
+
+def _bare(value: Value) -> Value:
+    """``value`` without reshapes, and without casts to a wider dtype."""
+    while value.op == "reshape" or (value.op == "cast" and _bits(value.dtype) > _bits(first(value).dtype)):
+        value = first(value)
+    return value
+
+
+def below_row_ops(rows: Value, is_product: Callable[[Value], bool]) -> Value:
+    """The result of the down projection under row-wise work such as a norm: every operation between them is
+    element-wise, with operands that are the same for all rows, or reduces a row to one number."""
+    found: list[Value] = []
+    stack, seen = [rows], set()
+    while stack:
+        value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if is_product(value):
+            if value not in found:
+                found.append(value)
+            continue
+        if value.shape[:1] != rows.shape[:1]:  # a parameter of the norm
+            require(len(value.shape) <= 1, "combine", f"work after the experts reads {describe(value)}", value)
+            continue
+        reduces = value.op in ("mean", "sum", "amax") and value.args[1] == (len(first(value).shape) - 1,)
+        keeps_rows = value.op == "reshape" and value.shape[0] == first(value).shape[0]
+        require(
+            value.op in POINTWISE or value.op == "cast" or reduces or keeps_rows,
+            "combine",
+            f"work after the experts is not row by row: {describe(value)}",
+            value,
+        )
+        stack.extend(value.operands)
+    require(len(found) == 1, "combine", "the summed rows do not follow from one down projection", rows)
+    return found[0]

@@ -1,0 +1,141 @@
+"""The pass: every graph of a compile, window by window, from recognition to the edited graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import policy
+from ..options import OptionError, Options, Recompute
+from ..report import Fused, Outcome, Reject
+from ..source import where
+from . import window
+from .modules import Body, bodies
+from .recognise import Match
+from .recogniser import Recogniser
+from .rewrite import rewrite
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A proved region with its plan, before it is written into its graph."""
+
+    body: Body
+    match: Match
+    plan: str
+    parameters: tuple[str, ...]
+
+
+Verify = Callable[[Proposal], "str | Reject"]
+
+
+def fuse(module: torch.fx.GraphModule, options: Options, verify: Verify) -> list[Outcome]:
+    """Rewrite the regions of ``module`` and of the bodies it names; the outcomes in graph order.
+
+    ``verify`` gives what the report says of a proposal's numeric check, or a Reject that keeps the region as it is. An
+    exception on the way leaves the region as it is too, with the code ``internal``, unless ``options.strict``.
+    """
+    recogniser = Recogniser()
+    outcomes: list[Outcome] = []
+    for body in bodies(module):
+        outcomes.extend(_fuse_body(body, options, verify, recogniser))
+    return outcomes
+
+
+def _fuse_body(body: Body, options: Options, verify: Verify, recogniser: Recogniser) -> list[Outcome]:
+    graph = body.module.graph
+    outcomes: list[Outcome] = []
+    proposals: list[tuple[int, Proposal]] = []
+    modes: dict[torch.fx.Node, Any] | None = None
+    for found in list(window.find(graph)):
+        if isinstance(found, Reject):
+            outcomes.append(found)
+            continue
+        modes = window.modes(graph) if modes is None else modes
+        try:
+            outcome = _propose(found, modes, body, options, recogniser)
+            if isinstance(outcome, Proposal):
+                verdict = verify(outcome)
+                if isinstance(verdict, Reject):
+                    outcome = verdict
+                else:
+                    proposals.append((len(outcomes), outcome))
+                    spec, parameters = outcome.match.spec, outcome.parameters
+                    outcome = Fused(where(found.down), spec, outcome.plan, parameters, verdict)
+        except OptionError:
+            raise
+        except Exception as e:
+            if options.strict:
+                raise
+            outcome = _internal(found.down, e)
+        outcomes.append(outcome)
+    if proposals:
+        _write(body, proposals, outcomes, options)
+    return outcomes
+
+
+def _propose(
+    found: window.Window, modes: dict[torch.fx.Node, Any], body: Body, options: Options, recogniser: Recogniser
+) -> Proposal | Reject:
+    match = recogniser(found, modes)
+    if isinstance(match, Reject):
+        return match
+    names = parameters(match, body)
+    value = window.example(match.x.node)
+    assert value is not None
+    plan = policy.choose(
+        match.spec, policy.Device.of(value.device), options, names=names, where=where(match.end)
+    )
+    return plan if isinstance(plan, Reject) else Proposal(body, match, plan, names)
+
+
+def parameters(match: Match, body: Body) -> tuple[str, ...]:
+    """The names of the expert parameters of ``match``; the name of a weight that the graph computes is that of the
+    first parameter it is computed from."""
+    operands = (match.w1, match.b1, match.w2, match.b2)
+    found = (_named(o.node, body) for o in operands if o is not None)
+    return tuple(name for name in found if name is not None)
+
+
+def _named(node: torch.fx.Node, body: Body) -> str | None:
+    for _ in range(8):
+        if node in body.names:
+            return body.names[node]
+        if not node.all_input_nodes:
+            return None
+        node = node.all_input_nodes[0]
+    return None
+
+
+def _write(
+    body: Body, proposals: Sequence[tuple[int, Proposal]], outcomes: list[Outcome], options: Options
+) -> None:
+    """Edit the graph; where that fails, put the untouched one back."""
+    untouched = torch.fx.Graph()
+    output = untouched.graph_copy(body.module.graph, {}, return_output_node=True)
+    assert output is not None
+    try:
+        for _, proposal in proposals:
+            rewrite(
+                body.module.graph, proposal.match, proposal.plan, recompute_all=options.recompute is Recompute.ALL
+            )
+        body.module.graph.lint()
+    except Exception as e:
+        untouched.output(output[0])
+        body.module.graph = untouched
+        if options.strict:
+            raise
+        for i, proposal in proposals:
+            outcomes[i] = _internal(proposal.match.end, e)
+    body.module.recompile()
+
+
+def _internal(node: torch.fx.Node, error: Exception) -> Reject:
+    log.debug("the pass failed at %s", where(node), exc_info=error)
+    return Reject(where(node), "internal", f"{type(error).__name__}: {error}")

@@ -1,0 +1,120 @@
+"""Recognition with a memory: windows that are the same graph but for their nodes' names are proved once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..report import Reject
+from .recognise import Match, Operand, recognise
+from .values import dim
+from .window import Window
+
+
+@dataclass(slots=True)
+class Recogniser:
+    """One per backend call. ``distinct`` counts the windows that were really proved."""
+
+    _known: dict[Any, tuple[Match | Reject, dict[torch.fx.Node, int]]]
+    distinct: int = 0
+
+    def __init__(self) -> None:
+        self._known = {}
+        self.distinct = 0
+
+    def __call__(
+        self, window: Window, modes: dict[torch.fx.Node, tuple[bool | None, tuple[torch.fx.Node, ...]]]
+    ) -> Match | Reject:
+        """The proof of ``window``; ``modes`` as :func:`~.window.modes` gives them."""
+        first = modes[window.nodes[0]]
+        blocked = {n: modes[n][0] is False for n in window.nodes}
+        everything = [*window.leaves, *window.nodes]
+        place = {n: i for i, n in enumerate(everything)}
+        key = _key(window, place, blocked, first[1])
+        found = self._known.get(key)
+        if found is None:
+            self.distinct += 1
+            outcome = recognise(window, blocked, first[1])
+            self._known[key] = outcome, place
+            return outcome
+        outcome, old = found
+        if isinstance(outcome, Reject):
+            return outcome
+        return _moved(outcome, {n: everything[i] for n, i in old.items()}.__getitem__)
+
+
+def _moved(match: Match, to: Callable[[torch.fx.Node], torch.fx.Node]) -> Match:
+    """``match`` on the nodes of another window."""
+
+    def operand(o: Operand) -> Operand:
+        return replace(o, node=to(o.node))
+
+    return replace(
+        match,
+        end=to(match.end),
+        interior=frozenset(map(to, match.interior)),
+        x=operand(match.x),
+        idx=operand(match.idx),
+        weights=None if match.weights is None else operand(match.weights),
+        w1=operand(match.w1),
+        b1=None if match.b1 is None else operand(match.b1),
+        w2=operand(match.w2),
+        b2=None if match.b2 is None else operand(match.b2),
+        constants=tuple(map(to, match.constants)),
+        order=None if match.order is None else to(match.order),
+    )
+
+
+def _key(
+    window: Window,
+    place: dict[torch.fx.Node, int],
+    blocked: dict[torch.fx.Node, bool],
+    autocasts: tuple[torch.fx.Node, ...],
+) -> Any:
+    inside = set(window.nodes)
+    storages: dict[int, int] = {}
+    leaves = tuple(_meta(n, storages) for n in window.leaves)
+    nodes = tuple(
+        (
+            n.op,
+            n.target,
+            _frozen(n.args, place),
+            _frozen(n.kwargs, place),
+            blocked[n],
+            _requires_grad(n),
+            any(u not in inside for u in n.users),
+        )
+        for n in window.nodes
+    )
+    ends = tuple(place[n] for n in (window.up, window.down, *window.ends))
+    return leaves, nodes, ends, tuple(_frozen(a.args, place) for a in autocasts)
+
+
+def _requires_grad(node: torch.fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _meta(node: torch.fx.Node, storages: dict[int, int]) -> Any:
+    """What a leaf is, and with which other leaves it shares memory."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    storage = storages.setdefault(value.untyped_storage()._cdata, len(storages))
+    sizes = tuple(str(dim(s)) for s in (*value.shape, *value.stride()))
+    return sizes, value.dtype, value.device, value.requires_grad, storage
+
+
+def _frozen(arg: Any, place: dict[torch.fx.Node, int]) -> Any:
+    if isinstance(arg, torch.fx.Node):
+        return ("node", place.get(arg, arg.name))
+    if isinstance(arg, (tuple, list)):
+        return (type(arg).__name__, *(_frozen(a, place) for a in arg))
+    if isinstance(arg, dict):
+        return tuple((k, _frozen(v, place)) for k, v in arg.items())
+    if isinstance(arg, slice):
+        return ("slice", *(_frozen(a, place) for a in (arg.start, arg.stop, arg.step)))
+    return (type(arg).__name__, repr(arg))

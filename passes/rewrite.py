@@ -1,0 +1,84 @@
+"""From a match and a plan to an edited graph."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from .. import ops  # noqa: F401  registers the operators
+from ..digest import digest
+from ..spec import Combine
+from .recognise import Match, Operand
+from .window import example
+
+
+def rewrite(graph: torch.fx.Graph, match: Match, plan: str, *, recompute_all: bool) -> list[torch.fx.Node]:
+    """Replace the region of ``match`` in ``graph`` by the operators, erase what is dead, and return the new nodes."""
+    end = match.end
+    before = set(graph.nodes)
+    with graph.inserting_before(end):
+        out = _emit(graph, match, plan, recompute_all=recompute_all)
+    added = [n for n in graph.nodes if n not in before]
+    for node in added:
+        node.stack_trace = end.stack_trace
+        if "nn_module_stack" in end.meta:
+            node.meta["nn_module_stack"] = end.meta["nn_module_stack"]
+    out.meta["example_value"] = end.meta.get("example_value")
+    end.replace_all_uses_with(out)
+    _erase(graph, match)
+    return added
+
+
+def _emit(graph: torch.fx.Graph, match: Match, plan: str, *, recompute_all: bool) -> torch.fx.Node:
+    spec, tail = str(match.spec.ops), (str(match.spec.ops), plan, digest())
+    consts = list(match.constants)
+    x, idx, w1, w2 = (_node(graph, o) for o in (match.x, match.idx, match.w1, match.w2))
+    weights, b1, b2 = (None if o is None else _node(graph, o) for o in (match.weights, match.b1, match.b2))
+    if match.spec.training and not recompute_all:
+        routed = graph.call_function(torch.ops.megamoe.route_metadata.default, (idx, *tail))
+        order, inverse, offsets = (_item(graph, routed, i) for i in range(3))
+        up = graph.call_function(torch.ops.megamoe.experts_up.default, (x, order, inverse, offsets, w1, b1, consts, *tail))
+        a, h = _item(graph, up, 0), _item(graph, up, 1)
+        out = graph.call_function(
+            torch.ops.megamoe.experts_down.default, (a, h, order, inverse, offsets, weights, w2, b2, consts, *tail)
+        )
+    else:
+        out = graph.call_function(torch.ops.megamoe.experts.default, (x, idx, weights, w1, b1, w2, b2, consts, *tail))
+    if match.spec.ops.combine is Combine.ROWS and match.order is not None:
+        out = graph.call_function(operator.getitem, (out, match.order))
+    del spec
+    held = example(match.end)
+    if held is not None and held.dim() != 2:
+        shape = tuple(_size(s) for s in held.shape)
+        out = graph.call_method("reshape", (out, *shape))
+    return out
+
+
+def _size(size: Any) -> int:
+    return int(size) if isinstance(size, int) else -1
+
+
+def _item(graph: torch.fx.Graph, node: torch.fx.Node, i: int) -> torch.fx.Node:
+    return graph.call_function(operator.getitem, (node, i))
+
+
+def _node(graph: torch.fx.Graph, operand: Operand) -> torch.fx.Node:
+    node = operand.node
+    if operand.cast is not None:
+        node = graph.call_method("to", (node, operand.cast))
+    if operand.reshape is not None:
+        node = graph.call_method("reshape", (node, *operand.reshape))
+    return node
+
+
+def _erase(graph: torch.fx.Graph, match: Match) -> None:
+    """Erase the interior, in-place nodes with it, and then what only the interior read."""
+    doomed = [n for n in reversed(graph.nodes) if n in match.interior]
+    above = [a for n in doomed for a in n.all_input_nodes]
+    for node in doomed:
+        if not node.users:
+            above.extend(node.all_input_nodes)
+            graph.erase_node(node)
+    del above

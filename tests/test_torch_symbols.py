@@ -1,0 +1,120 @@
+"""One test for each private name of torch that ``_torch.py`` uses: a new torch breaks here first."""
+
+import torch
+
+from moe_inductor import _torch
+
+
+def test_version_gate(monkeypatch):
+    assert _torch.unsupported() is None
+    assert _torch.version() == tuple(int(p) for p in torch.__version__.split(".")[:2])
+    for outside in ((2, 10), (2, 16), (3, 0)):
+        monkeypatch.setattr(_torch, "version", lambda outside=outside: outside)
+        assert "supported range 2.11 to 2.15" in (_torch.unsupported() or "")
+
+
+def test_inductor_modes():
+    modes = _torch.inductor_modes()
+    assert {"default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"} <= set(modes)
+    assert modes["reduce-overhead"] == {"triton.cudagraphs": True}
+
+
+def test_inductor_config_keys():
+    assert {"max_autotune", "triton.cudagraphs", "epilogue_fusion"} <= _torch.inductor_config_keys()
+
+
+def test_counters():
+    _torch.counters("megamoe_test")["a"] += 2
+    assert torch._dynamo.utils.counters["megamoe_test"]["a"] == 2
+    del torch._dynamo.utils.counters["megamoe_test"]
+
+
+def test_list_backends():
+    assert "inductor" in _torch.list_backends()
+
+
+def test_compile_id():
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(_torch.compile_id())
+        return graph.forward
+
+    _torch.compile_isolated(lambda x: x + 1, backend)(torch.ones(2))
+    assert _torch.compile_id() is None
+    assert seen[0].split("/")[1].startswith("0")
+
+
+def test_trace_artifact(monkeypatch):
+    import torch._logging._internal as internal
+
+    written = []
+    monkeypatch.setattr(
+        internal,
+        "trace_structured",
+        lambda name, metadata_fn, payload_fn: written.append((name, metadata_fn(), payload_fn())),
+    )
+    _torch.trace_artifact("report", {"a": 1})
+    assert written == [("artifact", {"name": "report", "encoding": "json"}, '{"a": 1}')]
+
+
+def test_break_reason():
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(_torch.break_reason(graph))
+        return graph.forward
+
+    def broken(x):
+        y = x.sin()
+        torch._dynamo.graph_break(msg="told so")
+        return y.cos()
+
+    _torch.compile_isolated(broken, backend)(torch.ones(2))
+    assert seen[1] is None
+    where, why = seen[0]
+    assert "test_torch_symbols.py:" in where
+    assert "told so" in why and "Hint" not in why and "http" not in why
+
+
+def test_compile_isolated_keeps_other_compiles():
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(graph)
+        return graph.forward
+
+    def f(x):
+        return x + 1
+
+    mine = torch.compile(f, backend=backend)
+    mine(torch.ones(2))
+    for _ in range(20):  # more than Dynamo's recompile limit of 8
+        _torch.compile_isolated(f, lambda graph, inputs: graph.forward)(torch.ones(2))
+    mine(torch.ones(2))
+    assert len(calls) == (1 if _torch.isolates_recompiles() else 2)
+
+
+def test_compiled_call():
+    module = torch.nn.Linear(2, 2)
+    assert _torch.compiled_call(module) is None
+    module.compile(backend="eager")
+    call = _torch.compiled_call(module)
+    assert callable(call)
+    _torch.set_compiled_call(module, None)
+    assert _torch.compiled_call(module) is None
+    _torch.set_compiled_call(module, call)
+    assert _torch.compiled_call(module) is call
+
+
+def test_original_module():
+    module = torch.nn.Linear(2, 2)
+    assert _torch.original_module(torch.compile(module, backend="eager")) is module
+    assert _torch.original_module(module) is module
+
+
+def test_fake_mode():
+    with _torch.fake_mode():
+        weight = torch.empty(1 << 20, 1 << 20)
+        out = _torch.compile_isolated(lambda w: w[:2, :2] + 1, lambda graph, inputs: graph.forward)(weight)
+    assert out.shape == (2, 2) and out.device.type == "cpu"
