@@ -4,14 +4,14 @@ in blocks that stay in cache. The choices below and what they were measured agai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from moe_inductor.spec import ExpertsSpec, Grad
 
-from . import activations
+from . import pointwise
 from .family import Need, Rows, accumulator, in_out, width
 
 #: Elements of h a pointwise step works on: 4 MiB as float32, in the second and third level caches of two cores.
@@ -24,10 +24,7 @@ def up(
     """(a [N, I], h [N, W])."""
     sizes = _sizes(rows)
     h = _grouped_mm(_gather(x, rows.tokens), in_out(w1, spec.w1), b1, sizes)
-    a = h.new_empty(h.shape[0], h.shape[1] // 2 if spec.gated else h.shape[1])
-    for own in _blocks(h):
-        g, u = activations.split(h[own].to(accumulator(h)), spec)
-        a[own] = activations.evaluate(spec.activation, g, u, consts)
+    a = pointwise.activate(h, consts, spec, block=BLOCK)
     _zero_tail(a, sizes)
     return a, h
 
@@ -74,42 +71,25 @@ def down_backward(
     sizes, acc = _sizes(rows), accumulator(w2, weights)
     drow = _gather(dy.to(w2.dtype), rows.gradient_rows(spec))
     scale = None if weights is None else _applied(weights, rows, sizes, spec).reshape(-1)[rows.order, None].to(acc)
-    inter = h.shape[1] // 2 if spec.gated else h.shape[1]
-    of_h, of_weights = Grad.X in need, Grad.WEIGHTS in need and weights is not None
-    da = _grouped_mm(drow, in_out(w2, spec.w2).transpose(1, 2), None, sizes) if of_h or of_weights else None
-    dh = h.new_empty(h.shape) if of_h else None
-    row_dots = h.new_empty(h.shape[0], dtype=acc) if of_weights else None
-    scaled_a = h.new_empty(h.shape[0], inter) if Grad.W2 in need else None
-    for own in _blocks(h):
-        g, u = activations.split(h[own].to(acc), spec)
-        a, pull = activations.differentiate(spec.activation, g, u, consts)
-        by = None if scale is None else scale[own]
-        if da is not None:
-            da_own = da[own].to(acc)
-            if row_dots is not None:
-                torch.sum(da_own * a, 1, out=row_dots[own])
-            if dh is not None:
-                dg, du = activations.split(dh[own], spec)
-                g_grad, u_grad = pull(da_own if by is None else da_own * by)
-                dg.copy_(g_grad)
-                if du is not None and u_grad is not None:
-                    du.copy_(u_grad)
-        if scaled_a is not None:
-            scaled_a[own] = a if by is None else a * by
-    dw2 = db2 = dweights = None
-    if dh is not None:
-        _zero_tail(dh, sizes)
-    if row_dots is not None and weights is not None:
+    da = None
+    if need & {Grad.X, Grad.WEIGHTS}:
+        da = _grouped_mm(drow, in_out(w2, spec.w2).transpose(1, 2), None, sizes)
+    pulled = pointwise.pull(h, da, scale, consts, spec, need, block=BLOCK)
+    dweights = dw2 = db2 = None
+    if pulled.dh is not None:
+        _zero_tail(pulled.dh, sizes)
+    if pulled.row_dots is not None and weights is not None:
+        dots = pulled.row_dots
         if b2 is not None:
-            row_dots += _bias_dots(drow, b2, sizes, acc)
-        _zero_tail(row_dots, sizes)
-        dweights = row_dots.index_select(0, rows.inverse).view(weights.shape).to(weights.dtype)
-    if scaled_a is not None:
+            dots += _bias_dots(drow, b2, sizes, acc)
+        _zero_tail(dots, sizes)
+        dweights = dots.index_select(0, rows.inverse).view(weights.shape).to(weights.dtype)
+    if pulled.scaled_a is not None:
         dw2 = w2.new_empty(w2.shape)
-        _wgrad(scaled_a, drow, sizes, out=in_out(dw2, spec.w2))
+        _wgrad(pulled.scaled_a, drow, sizes, out=in_out(dw2, spec.w2))
     if Grad.B2 in need:
         db2 = _bgrad(drow, sizes, scale)
-    return dh, dweights, dw2, db2
+    return pulled.dh, dweights, dw2, db2
 
 
 def experts(
@@ -136,12 +116,6 @@ def _sizes(rows: Rows) -> list[int]:
 def _zero_tail(rows: Tensor, sizes: Sequence[int]) -> None:
     if sizes[-1]:
         rows[-sizes[-1] :].zero_()
-
-
-def _blocks(h: Tensor) -> Iterator[slice]:
-    """Slices of the rows of ``h``, at most BLOCK elements each."""
-    n, step = h.shape[0], max(1, BLOCK // max(1, h.shape[1]))
-    return (slice(start, min(start + step, n)) for start in range(0, n, step))
 
 
 def _gather(rows: Tensor, index: Tensor) -> Tensor:

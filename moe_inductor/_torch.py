@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -185,3 +186,40 @@ def fake_mode() -> contextlib.AbstractContextManager[Any]:
 def inductor(options: Mapping[str, Any]) -> Callable[..., Any]:
     """Inductor as a backend with ``options``, checked as ``torch.compile(..., options=options)`` does."""
     return torch._TorchCompileInductorWrapper(None, dict(options) or None, None)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Run on real tensors inside a backend, as outside of any compile: no fake mode, no other dispatch mode, no
+    inference mode."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with tracing_detached(), _disable_current_modes(), torch.inference_mode(mode=False):
+        yield
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has no data because it is being traced."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def cache_dir() -> str:
+    """Inductor's cache folder, where what is known across processes is kept."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as folder
+
+    return folder()
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the device type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def free_memory(device_type: str) -> int:
+    """Free bytes of the current device of that type, of the machine for the CPU."""
+    if device_type == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return pages * size

@@ -12,8 +12,8 @@ import torch
 
 from . import _torch
 from .options import Options, Require, resolve
-from .passes.fuse import Proposal
 from .passes.fuse import fuse as _fuse
+from .passes.verify import Verifier
 from .report import record
 
 log = logging.getLogger("moe_inductor")
@@ -70,14 +70,12 @@ def _apply(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Opt
         _warn_once(f"{why}: the model is left to Inductor")
         return
     start = time.perf_counter()
-    outcomes = _fuse(gm, options, lambda proposal: _unverified(proposal))
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    verifier = Verifier(options.verify, dict(zip(placeholders, example_inputs, strict=False)))
+    outcomes = _fuse(gm, options, verifier)
     entry = record(outcomes, seconds=time.perf_counter() - start)
     if options.require is Require.ALL:
         entry.require_all()
-
-
-def _unverified(proposal: Proposal) -> str:
-    return "not verified: moe.verify is off"
 
 
 _WARNED: set[str] = set()

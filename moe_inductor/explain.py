@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from . import _torch
-from .options import resolve
+from .options import Require, resolve
 from .report import Break, Report, collecting
 
 
@@ -26,11 +27,12 @@ def explain(
     or ``no_grad``. Parameters, gradients, buffers and the random state are afterwards what they were; the arguments are
     used as they are, so a model that writes into them does so here too. A model that was compiled before is explained
     as a whole, its compiled code is kept. Graph breaks are in ``Report.breaks``. ``options`` as for
-    ``torch.compile``; raises OptionError as it does, and whatever the model itself raises.
+    ``torch.compile``, but ``moe.require`` does not raise here: ask ``Report.require``. Raises OptionError on a wrong
+    option, and whatever the model itself raises.
     """
     from .backend import fuse
 
-    ours, _ = resolve(options, None, os.environ)
+    ours = replace(resolve(options, None, os.environ)[0], require=Require.NONE)
     breaks: list[Break] = []
 
     def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import flops
 from . import spec as specs
 from .kernels import cpu, library, reference
 from .kernels.family import Family, Need, Rows, sort_by_expert, width
@@ -196,7 +197,7 @@ def _down(
 def _combined(spec: str, topk_weights: Tensor | None) -> ExpertsSpec:
     s = specs.parse(spec)
     if (topk_weights is None) != (s.combine is Combine.ROWS):
-        raise ValueError(f"combine={s.combine.value} goes {'with' if topk_weights is None else 'without'} topk_weights")
+        raise ValueError(f"combine={s.combine.value} {'needs' if topk_weights is None else 'takes no'} topk_weights")
     return s
 
 
@@ -349,3 +350,5 @@ def _experts_autograd(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 experts.register_autograd(_experts_autograd, setup_context=_experts_setup)
+
+flops.register()

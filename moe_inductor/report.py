@@ -138,7 +138,9 @@ class Report:
             return
         reasons = refusals(self.refused) + broken(self.breaks)
         if not self.graphs:
-            reasons = ['  no graph was compiled with backend="megamoe" yet: run one step first']
+            reasons = [
+                '  no graph was compiled with backend="megamoe" yet: run one step first (and see MEGAMOE_DISABLE)'
+            ]
         elif not reasons:
             reasons = ["  nothing else in the compiled graphs looks like a Mixture-of-Experts layer"]
         raise RuntimeError(f"{regions(fused)} fused, {count} required\n" + "\n".join(reasons))
@@ -165,8 +167,9 @@ class Report:
         graphs = f"{self.compiles} graph" + "s" * (self.compiles != 1)
         total = regions(len(fused) + len(refused))
         head = f"{len(fused)} of {total} fused in {graphs}, {self.seconds:.2f} s in the pass"
-        if self.saved_bytes:
-            head += f", about {self.saved_bytes / 2**20:.1f} MiB of activations not kept"
+        saved = self.saved_bytes
+        if saved:
+            head += f", about {_size(saved)} of activations not kept"
         return "\n".join((head, *fusions(fused), *refusals(refused), *broken(self.breaks)))
 
 
@@ -257,6 +260,11 @@ def _distinct(groups: Iterable[tuple[T, ...]], key: Callable[[T], Hashable]) -> 
                 counts[k] = here[k]
                 kept.append(item)
     return tuple(kept)
+
+
+def _size(count: int) -> str:
+    unit, name = (2**30, "GiB") if count >= 2**30 else (2**20, "MiB") if count >= 2**20 else (2**10, "KiB")
+    return f"{count / unit:.1f} {name}"
 
 
 def _total(values: Iterable[int | None]) -> int | None:

@@ -13,7 +13,7 @@ from ..activation import Call, Expr, Number, Var
 from ..spec import Halves, Layout
 from .dispatch import Axes, Order, first, slot_ids, unmasked
 from .refusal import Refused, describe, require
-from .values import Arg, Dim, Table, Value
+from .values import Arg, Dim, Table, Value, numel
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatmul:
@@ -160,6 +160,7 @@ class GateReader:
 
     def __init__(self, hidden: Value) -> None:
         self._hidden = hidden
+        self._width = numel(hidden.shape[1:])  # [N, 2I], [N, 1, 2I] or [N, 2I, 1]
         self._known: dict[int, Expr] = {}
         self.constants: list[sympy.Expr] = []
         self.halves: set[str] = set()
@@ -244,7 +245,7 @@ class GateReader:
             return None
         axis, start, stop, step = sliced.args[1:]
         rank, wide = len(base.shape), base.shape[-1]
-        if axis == rank - 1 and wide == self._hidden.shape[-1] and isinstance(wide, int) and wide % 2 == 0:
+        if axis == rank - 1 and wide == self._width and isinstance(wide, int) and wide % 2 == 0:
             parts = {(0, wide // 2, 1): "low", (wide // 2, wide, 1): "high", (0, wide, 2): "even", (1, wide, 2): "odd"}
             return parts.get((start, stop, step))  # type: ignore[arg-type]
         if rank == 3 and base.shape[1:] == (2, value.shape[-1]) and axis == 1:  # h.view(N, 2, I)

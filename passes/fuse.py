@@ -27,8 +27,11 @@ class Proposal:
     """A proved region with its plan, before it is written into its graph."""
 
     body: Body
+    window: window.Window
+    autocasts: tuple[torch.fx.Node, ...]  #: regions of the graph open at the window's first node
     match: Match
     plan: str
+    recompute_all: bool
     parameters: tuple[str, ...]
 
 
@@ -92,7 +95,10 @@ def _propose(
     plan = policy.choose(
         match.spec, policy.Device.of(value.device), options, names=names, where=where(match.end)
     )
-    return plan if isinstance(plan, Reject) else Proposal(body, match, plan, names)
+    if isinstance(plan, Reject):
+        return plan
+    autocasts = modes[found.nodes[0]][1]
+    return Proposal(body, found, autocasts, match, plan, options.recompute is Recompute.ALL, names)
 
 
 def parameters(match: Match, body: Body) -> tuple[str, ...]:
@@ -122,9 +128,7 @@ def _write(
     assert output is not None
     try:
         for _, proposal in proposals:
-            rewrite(
-                body.module.graph, proposal.match, proposal.plan, recompute_all=options.recompute is Recompute.ALL
-            )
+            rewrite(body.module.graph, proposal.match, proposal.plan, recompute_all=proposal.recompute_all)
         body.module.graph.lint()
     except Exception as e:
         untouched.output(output[0])

@@ -15,6 +15,7 @@ from ..spec import Combine, ExpertsSpec, Grad, Layout, MoESpec
 from . import combine, experts, shadow
 from .dispatch import Axes, Order, counted_ids, slot_ids, tokens_of_rows, unmasked
 from .refusal import Refused, describe, require
+from .runner import Unsupported
 from .shadow import Shadow
 from .values import Dim, Table, Value
 from .window import Window, example
@@ -88,7 +89,7 @@ def recognise(
         seen = shadow.run(window.nodes, window.leaves, blocked.__getitem__, autocasts)
     except shadow.NeedsGuard as e:
         return Reject(where(window.down), "guard", f"needs a guard: {e}")
-    except shadow.Unsupported as e:
+    except Unsupported as e:
         return Reject(where(window.down), "shadow", str(e))
     reason: Refused | None = None
     for end in window.ends:

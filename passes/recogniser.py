@@ -43,10 +43,10 @@ class Recogniser:
         outcome, old = found
         if isinstance(outcome, Reject):
             return outcome
-        return _moved(outcome, {n: everything[i] for n, i in old.items()}.__getitem__)
+        return moved(outcome, {n: everything[i] for n, i in old.items()}.__getitem__)
 
 
-def _moved(match: Match, to: Callable[[torch.fx.Node], torch.fx.Node]) -> Match:
+def moved(match: Match, to: Callable[[torch.fx.Node], torch.fx.Node]) -> Match:
     """``match`` on the nodes of another window."""
 
     def operand(o: Operand) -> Operand:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch
 from . import aten
+from .runner import Unsupported, call_node, run_nodes
 from .values import Table, Value, dim
 
 Derive = Callable[[Value], Value]
@@ -24,10 +25,6 @@ Derive = Callable[[Value], Value]
 
 class NeedsGuard(Exception):
     """Running the window would add a guard."""
-
-
-class Unsupported(Exception):
-    """The window holds something that cannot be followed."""
 
 
 @dataclass(slots=True)
@@ -212,18 +209,23 @@ def run(
             table.at = leaf
             env[leaf] = recorder.enter(leaf.meta.get("example_value"))
             _note(recorder, ran, leaf, env[leaf])
-        for opened in autocasts:
-            stack.enter_context(torch.autocast(*opened.args))
-        inner = stack.enter_context(_Autocasts())
         stack.enter_context(recorder)
-        for node in nodes:
+
+        def call(node: torch.fx.Node, env: dict[torch.fx.Node, Any]) -> Any:
             table.at = node
             recorder.blocked = blocked(node)
-            if _torch.sets_grad_enabled(node) or inner.switched(node):
-                continue
             known = node.meta.get("example_value")
-            out = env[node] = known if isinstance(known, _SCALARS) else _call(node, env)
+            if isinstance(known, _SCALARS):
+                return known
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                _require_functional(node)
+                out = recorder.enter(known)
+            else:
+                out = call_node(node, env)
             _note(recorder, ran, node, out)
+            return out
+
+        run_nodes(nodes, env, autocasts, call)
     now = {
         node: recorder.value(out)
         for node, out in env.items()
@@ -234,26 +236,38 @@ def run(
     return Shadow(table, ran, now, scalars, storages)
 
 
-class _Autocasts(contextlib.ExitStack):
-    """The autocast regions opened during a run; what is left open is closed at its end."""
+def _require_functional(node: torch.fx.Node) -> None:
+    """A higher-order operator is not followed: its results are new values, if its bodies write into no input."""
+    for arg in node.all_input_nodes:
+        module = node.graph.owning_module
+        if arg.op != "get_attr" or module is None:
+            continue
+        for part in str(arg.target).split("."):
+            module = getattr(module, part)
+        if not isinstance(module, torch.fx.GraphModule):
+            continue
+        inputs = {_example_storage(n) for n in module.graph.nodes if n.op == "placeholder"}
+        for inner in module.graph.nodes:
+            if _writes(inner) and any(_example_storage(n) in inputs | {None} for n in inner.all_input_nodes[:1]):
+                raise Unsupported(f"a body of {node.name} may write into its inputs ({inner.name})")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._open: dict[torch.fx.Node, Any] = {}
 
-    def switched(self, node: torch.fx.Node) -> bool:
-        """Open or close a region if ``node`` does."""
-        if _torch.enters_autocast(node):
-            self._open[node] = self.enter_context(contextlib.ExitStack())
-            self._open[node].enter_context(torch.autocast(*node.args))
-            return True
-        if _torch.exits_autocast(node):
-            opened = node.args[0]
-            if opened not in self._open:
-                raise Unsupported("an autocast region ends inside the window")
-            self._open.pop(opened).close()
-            return True
+def _writes(node: torch.fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
         return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name == "setitem" or name in _INPLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _example_storage(node: torch.fx.Node) -> int | None:
+    value = node.meta.get("example_value")
+    return _storage(value) if isinstance(value, torch.Tensor) else None
+
+
+#: ``operator``'s in-place functions.
+_INPLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split())
 
 
 #: Sizes and numbers are what they were when the graph was traced: running them again could only ask for guards.
@@ -271,13 +285,3 @@ def _note(
 
 def _fake_mode(node: torch.fx.Node) -> Any:
     return getattr(node.meta.get("example_value"), "fake_mode", None)
-
-
-def _call(node: torch.fx.Node, env: dict[torch.fx.Node, Any]) -> Any:
-    args = torch.fx.map_arg(node.args, env.__getitem__)
-    kwargs = torch.fx.map_arg(node.kwargs, env.__getitem__)
-    if node.op == "call_function" and callable(node.target):
-        return node.target(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    raise Unsupported(f"a {node.op} node inside the window")

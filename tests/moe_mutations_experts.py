@@ -22,12 +22,12 @@ def weights_by_other_order(m: Block, c: Flow) -> None:
     c.wg = c.w.reshape(-1)[torch.argsort(c.perm)]
 
 
-@mutation("weights", attacks="weight", forms=GROUPED, needs=several)
+@mutation("weights", attacks="meaning", forms=GROUPED, needs=several, must_refuse=False)
 def weights_slot_major(m: Block, c: Flow) -> None:
     c.wg = c.w.t().reshape(-1)[c.perm]
 
 
-@mutation("weigh", attacks="weight", forms=BATCHED, needs=several)
+@mutation("weigh", attacks="meaning", forms=BATCHED, needs=several, must_refuse=False)
 def slot_weights_slot_major(m: Block, c: Flow) -> None:
     c.z = c.y * c.w.t().reshape(-1, 1)
 

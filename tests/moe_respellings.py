@@ -83,8 +83,7 @@ def weights_by_take(m: Block, c: Flow) -> None:
 
 @respelling("offsets", forms=PLAIN)
 def counted_unsorted(m: Block, c: Flow) -> None:
-    counts = c.ids.to(torch.float32).histc(m.e, 0, m.e - 1)
-    c.offs = counts.cumsum(0).to(torch.int32)
+    c.offs = c.ids.to(torch.float32).histc(m.e, 0, m.e - 1).cumsum(0, dtype=torch.int32)
 
 
 @respelling("offsets", forms=PLAIN)

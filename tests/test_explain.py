@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_inductor.explain import explain
-from moe_inductor.options import OptionError, Precision
+from moe_inductor.options import OptionError, Options, Precision
 from moe_inductor.report import Reject, record, report
 
 
@@ -24,7 +24,7 @@ class Layer(torch.nn.Module):
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """(training, gradients on, options) of each call of the stand-in."""
+    """(gradients on, options) of each call of the stand-in."""
     seen = []
 
     def fuse(graph, inputs, options):
@@ -58,10 +58,11 @@ def test_the_model_the_random_state_and_the_process_report_stay_as_they_were():
 
 def test_options_and_the_callers_mode_reach_the_pass(calls):
     with torch.no_grad():
-        explain(Layer(), torch.randn(8, 4), options={"moe.precision": "bf16", "max_autotune": True})
+        options = {"moe.precision": "bf16", "moe.require": "all", "max_autotune": True}
+        explain(Layer(), torch.randn(8, 4), options=options)
     explain(Layer(), torch.randn(8, 4))
     assert [grad for grad, _ in calls] == [False, True]
-    assert calls[0][1].precision is Precision.BF16
+    assert calls[0][1] == Options(precision=Precision.BF16)
     with pytest.raises(OptionError, match="did you mean"):
         explain(Layer(), torch.randn(8, 4), options={"moe.precisio": "bf16"})
 

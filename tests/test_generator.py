@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moe_inductor.report import report, reset
 from tests.moe_changes import CHANGES, Kind
 from tests.moe_oracle import check, difference, fused_backend, hidden_states, plain, run
 from tests.moe_samples import BY_NAME, Sample, sample
+from tests.near_misses import NEAR_MISSES, Batched, Grouped, H, NearMiss, T
 
 #: Of four seeds one is a positive, two are mutants and one is respelled.
 SEEDS = range(152)
@@ -65,3 +67,28 @@ def test_respelling_computes_the_same(name: str) -> None:
         if value is not None and reference is not None:
             bound = 16 * torch.finfo(value.dtype).eps * reference.abs().max().item()
             torch.testing.assert_close(value, reference, rtol=0, atol=bound, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("form", [Grouped, Batched])
+def test_plain_form_is_fused(form: type[torch.nn.Module]) -> None:
+    reset()
+    torch.compile(form(), backend=fused_backend(), fullgraph=True)(torch.randn(T, H))
+    assert [len(g.fused) for g in report().graphs] == [1], str(report())
+
+
+@pytest.mark.parametrize("miss", NEAR_MISSES, ids=lambda m: f"{m.form}-{m.name}")
+def test_near_miss_is_refused_in_words(miss: NearMiss) -> None:
+    reset()
+    module, x = miss.make(), torch.randn(T, H)
+    compiled = torch.compile(module, backend=fused_backend(), fullgraph=True)
+    torch.manual_seed(0)
+    ours = compiled(x)
+    torch.manual_seed(0)
+    assert torch.equal(ours, module(x))
+    assert not report().fused, str(report())
+    (refusal,) = report().refused
+    assert all(word in refusal.why for word in miss.words), refusal.why
+    file, _, line = refusal.where.rpartition(":")
+    assert refusal.code, refusal
+    assert file.endswith(".py"), refusal
+    assert line.isdigit(), refusal

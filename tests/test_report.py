@@ -83,7 +83,7 @@ class TestText(expecttest.TestCase):
         self.assertExpectedInline(
             str(report),
             """\
-2 of 3 MoE regions fused in 1 graph, 0.50 s in the pass, about 0.0 MiB of activations not kept
+2 of 3 MoE regions fused in 1 graph, 0.50 s in the pass, about 24.0 KiB of activations not kept
   fused x2  model.py:3  cpu/bf16
     T=64 K=2 E=8 H=16 I=32 bf16 swiglu gate_up w1=out_in w2=out_in weight=f32 combine=weighted_sum:f32 out=bf16 training grads=x,weights,w1,b1,w2,b2 cpu
     verified: 1.0x eager's error

@@ -1,5 +1,6 @@
 """One test for each private name of torch that ``_torch.py`` uses: a new torch breaks here first."""
 
+import pytest
 import torch
 
 from moe_inductor import _torch
@@ -118,3 +119,85 @@ def test_fake_mode():
         weight = torch.empty(1 << 20, 1 << 20)
         out = _torch.compile_isolated(lambda w: w[:2, :2] + 1, lambda graph, inputs: graph.forward)(weight)
     assert out.shape == (2, 2) and out.device.type == "cpu"
+
+
+def test_is_fake_and_tracing_detached():
+    with _torch.fake_mode():
+        assert _torch.is_fake(torch.empty(2))
+        with _torch.tracing_detached():
+            assert not _torch.is_fake(torch.empty(2))
+    assert torch._guards.TracingContext.try_get() is None
+
+
+def test_eager_inside_a_backend():
+    seen = []
+
+    def backend(graph, inputs):
+        with _torch.eager():
+            made = torch.ones(2) * 3
+            seen.append((_torch.is_fake(made), made.is_inference(), made.tolist()))
+        return graph.forward
+
+    with torch.inference_mode():
+        _torch.compile_isolated(lambda x: x + 1, backend)(torch.ones(2))
+    assert seen == [(False, False, [3.0, 3.0])]
+
+
+def test_no_new_guards():
+    from torch.fx.experimental.symbolic_shapes import DimDynamic as Dim
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv, StatelessSymbolicContext
+
+    class Needed(Exception):
+        pass
+
+    env = ShapeEnv()
+    with torch._subclasses.FakeTensorMode(shape_env=env) as mode:
+        x = mode.from_tensor(
+            torch.ones(6, 2), symbolic_context=StatelessSymbolicContext(dynamic_sizes=[Dim.DYNAMIC, Dim.STATIC])
+        )
+    guards = len(env.guards)
+    with _torch.no_new_guards(env, Needed):
+        assert x.shape[1] == 2 and not isinstance(x.shape[0] * 2, int)
+    with pytest.raises(Needed), _torch.no_new_guards(env, Needed):
+        bool(x.shape[0] == 6)
+    assert len(env.guards) == guards
+    with _torch.no_new_guards(None, Needed):
+        pass
+
+
+def test_nodes_that_switch_autocast_and_gradients():
+    found = []
+
+    def backend(graph, inputs):
+        found.extend(
+            test.__name__
+            for node in graph.graph.nodes
+            for test in (_torch.enters_autocast, _torch.exits_autocast, _torch.sets_grad_enabled)
+            if test(node)
+        )
+        return graph.forward
+
+    def f(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x @ x
+        with torch.no_grad():
+            return y, x + 1
+
+    _torch.compile_isolated(f, backend)(torch.ones(2, 2, requires_grad=True))
+    assert found == ["enters_autocast", "exits_autocast", "sets_grad_enabled", "sets_grad_enabled"]
+
+
+def test_inductor_checks_its_options():
+    assert callable(_torch.inductor({})) and callable(_torch.inductor({"max_autotune": False}))
+    with pytest.raises(RuntimeError, match="Unexpected optimization option no_such_option"):
+        _torch.inductor({"no_such_option": 1})
+
+
+def test_cache_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert _torch.cache_dir() == str(tmp_path)
+
+
+def test_device_facts():
+    assert _torch.device_name(torch.device("cpu")) == "cpu"
+    assert _torch.free_memory("cpu") > 0

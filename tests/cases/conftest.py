@@ -1,8 +1,8 @@
 """Regions that must be fused in each case: a table, checked after the case's own assertions.
 
 The number is per compiled graph, so a test that recompiles for a new length must fuse again. By default the cases run
-on the backend that stops at AOTAutograd; ``MEGAMOE_BACKEND=megamoe pytest tests/cases`` takes Inductor's code as well, and
-with any other backend (``inductor``, ``aot_eager``) only values and gradients are checked.
+on the backend that stops at AOTAutograd; ``MEGAMOE_BACKEND=megamoe pytest tests/cases`` takes Inductor's code as well,
+and with any other backend (``inductor``, ``aot_eager``) only values and gradients are checked.
 """
 
 from __future__ import annotations
