@@ -137,13 +137,9 @@ def _values(calls: Sequence[Expr], g: Tensor, u: Tensor | None, consts: Sequence
         operands = [_operand(arg, values, consts) for arg in call.args]
         value = RULES[call.op].value
         if any(isinstance(o, Tensor) for o in operands):
-            if call.op == "sub" and not isinstance(operands[0], Tensor):  # torch.sub takes no leading number
-                values[call] = torch.rsub(operands[1], operands[0])
-            elif not isinstance(operands[0], Tensor):
-                head = torch.tensor(operands[0], dtype=g.dtype)  # zero-dim on the CPU: no transfer, no sync
-                values[call] = value(head, *operands[1:])
-            else:
-                values[call] = value(*operands)
+            # a leading number must be a tensor; a zero-dim one on the CPU costs no transfer and no sync
+            head = operands[0] if isinstance(operands[0], Tensor) else torch.tensor(operands[0], dtype=g.dtype)
+            values[call] = value(head, *operands[1:])
         else:
             values[call] = float(value(*(torch.tensor(o, dtype=torch.float64) for o in operands)))
     return values

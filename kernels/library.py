@@ -181,7 +181,8 @@ def _wgrad(x: Tensor, dy: Tensor, rows: Rows, layout: Layout) -> Tensor:
         return left.new_zeros(experts, left.shape[1], right.shape[1])
     if _native(left, right):
         dw = torch._grouped_mm(left.t(), right, offs=rows.offsets)
-        return dw.masked_fill_(_sizes(rows).eq(0)[:, None, None], 0)  # an empty reduction may leave its output unwritten
+        # an empty reduction may leave its output unwritten
+        return dw.masked_fill_(_sizes(rows).eq(0)[:, None, None], 0)
     acc, tiles = accumulator(x), Tiles.of(rows)
     dw = left.new_zeros(experts, left.shape[1], right.shape[1], dtype=acc)
     lefts, rights = tiles.cut_zeroed(left), tiles.cut_zeroed(right)

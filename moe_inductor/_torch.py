@@ -185,7 +185,7 @@ def fake_mode() -> contextlib.AbstractContextManager[Any]:
 
 def inductor(options: Mapping[str, Any]) -> Callable[..., Any]:
     """Inductor as a backend with ``options``, checked as ``torch.compile(..., options=options)`` does."""
-    return torch._TorchCompileInductorWrapper(None, dict(options) or None, None)  # type: ignore[no-any-return]
+    return torch._TorchCompileInductorWrapper(None, dict(options) or None, None)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -223,3 +223,13 @@ def free_memory(device_type: str) -> int:
         return torch.cuda.mem_get_info()[0]
     pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return pages * size
+
+
+def untraced() -> contextlib.AbstractContextManager[Any]:
+    """Make fake tensors while a graph is being traced without putting them into it."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
+
+    if get_proxy_mode() is None:
+        return contextlib.nullcontext()
+    mode: contextlib.AbstractContextManager[Any] = disable_proxy_modes_tracing()
+    return mode

@@ -35,7 +35,8 @@ def megamoe(
     """
     ours, inductor = resolve(options, mode, os.environ)
     _apply(gm, example_inputs, ours)
-    return _torch.inductor(inductor)(gm, example_inputs)
+    compiled: Callable[..., Any] = _torch.inductor(inductor)(gm, example_inputs)
+    return compiled
 
 
 def fuse(

@@ -42,7 +42,7 @@ def family(plan: str) -> Family:
         raise ValueError(f"plan {plan!r}: no kernel family {name!r}; there are {', '.join(FAMILIES)}") from None
 
 
-def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> torch.library.CustomOpDef:
+def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     def run(*args: Any) -> Any:
         with _no_autocast(args[0].device.type):
             return kernel(*args)

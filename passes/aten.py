@@ -95,7 +95,7 @@ class Translation:
         if self.name in ("split", "split_with_sizes", "chunk"):
             axis = self.named.get("dim", 0) % len(was)
             sizes = self.named.get("split_size", self.named.get("split_sizes"))
-            start = i * sizes if not isinstance(sizes, (tuple, list)) else sum(map(scalar, sizes[:i]))  # type: ignore[arg-type]
+            start = sum(sizes[:i]) if isinstance(sizes, (tuple, list)) else i * (sizes or 0)
             return View(base, lambda v: t.slice(v, axis, start, start + shape[axis], 1, shape))
         if self.name in ("select", "unbind"):
             axis = self.named.get("dim", 0) % len(was)
@@ -247,7 +247,7 @@ def translate(
     dtype = None
     if mutable and name in POINTWISE:
         operands = [a for a in raw.values() if isinstance(a, (torch.Tensor, int, float)) and not isinstance(a, bool)]
-        dtype = torch.result_type(operands[0], operands[1]) if len(operands) > 1 else operands[0].dtype
+        dtype = torch.result_type(operands[0], operands[1]) if len(operands) > 1 else None
     bound = {**{a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}, **named}
     operands_in_order = [bound[a.name] for a in func._schema.arguments if a.name in bound and _matters(a, bound)]
     return Translation(table, name, func._overloadname, operands_in_order, named, raw, dtype)

@@ -11,9 +11,10 @@ import torch
 from .. import activation
 from ..activation import Call, Expr, Number, Var
 from ..spec import Halves, Layout
-from .dispatch import Axes, Order, first, slot_ids, unmasked
+from .dispatch import Axes, Order, first, slot_ids
 from .refusal import Refused, describe, require
 from .values import Arg, Dim, Table, Value, numel
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatmul:
@@ -201,7 +202,7 @@ class GateReader:
         if value.op == "softplus" and args[1:] == (1, 20):
             return Call("softplus", (self._operand(args[0]),))
         if value.op == "pow" and isinstance(args[0], Value) and args[1] in (2, 0.5, -0.5):
-            return Call({2: "square", 0.5: "sqrt", -0.5: "rsqrt"}[args[1]], (self._operand(args[0]),))  # type: ignore[index]
+            return Call({2: "square", 0.5: "sqrt", -0.5: "rsqrt"}[args[1]], (self._operand(args[0]),))
         if value.op in ("clamp", "clamp_min", "clamp_max", "hardtanh"):
             return self._clamp(value)
         raise Refused("activation", f"not element-wise on the rows of the up projection: {describe(value)}", value)
@@ -247,7 +248,7 @@ class GateReader:
         rank, wide = len(base.shape), base.shape[-1]
         if axis == rank - 1 and wide == self._width and isinstance(wide, int) and wide % 2 == 0:
             parts = {(0, wide // 2, 1): "low", (wide // 2, wide, 1): "high", (0, wide, 2): "even", (1, wide, 2): "odd"}
-            return parts.get((start, stop, step))  # type: ignore[arg-type]
+            return parts.get((start, stop, step))
         if rank == 3 and base.shape[1:] == (2, value.shape[-1]) and axis == 1:  # h.view(N, 2, I)
             return "high" if start == 1 else "low"
         if rank == 3 and base.shape[1:] == (value.shape[-1], 2) and axis == 2:  # h.view(N, I, 2)

@@ -13,7 +13,7 @@ from .. import policy
 from ..options import OptionError, Options, Recompute
 from ..report import Fused, Outcome, Reject
 from ..source import where
-from . import window
+from . import routers, selective, window
 from .modules import Body, bodies
 from .recognise import Match
 from .recogniser import Recogniser
@@ -48,6 +48,7 @@ def fuse(module: torch.fx.GraphModule, options: Options, verify: Verify) -> list
     outcomes: list[Outcome] = []
     for body in bodies(module):
         outcomes.extend(_fuse_body(body, options, verify, recogniser))
+    selective.carry(module)
     return outcomes
 
 
@@ -62,24 +63,25 @@ def _fuse_body(body: Body, options: Options, verify: Verify, recogniser: Recogni
             continue
         modes = window.modes(graph) if modes is None else modes
         try:
-            outcome = _propose(found, modes, body, options, recogniser)
-            if isinstance(outcome, Proposal):
-                verdict = verify(outcome)
-                if isinstance(verdict, Reject):
-                    outcome = verdict
-                else:
-                    proposals.append((len(outcomes), outcome))
-                    spec, parameters = outcome.match.spec, outcome.parameters
-                    outcome = Fused(where(found.down), spec, outcome.plan, parameters, verdict)
+            proposal = _propose(found, modes, body, options, recogniser)
+            verdict = verify(proposal) if isinstance(proposal, Proposal) else proposal
         except OptionError:
             raise
         except Exception as e:
             if options.strict:
                 raise
-            outcome = _internal(found.down, e)
-        outcomes.append(outcome)
+            verdict = _internal(found.down, e)
+        if isinstance(verdict, str) and isinstance(proposal, Proposal):
+            proposals.append((len(outcomes), proposal))
+            outcomes.append(
+                Fused(where(found.down), proposal.match.spec, proposal.plan, proposal.parameters, verdict)
+            )
+        elif isinstance(verdict, Reject):
+            outcomes.append(verdict)
     if proposals:
         _write(body, proposals, outcomes, options)
+    if not any(isinstance(o, Reject) for o in outcomes):  # else the reason has been given
+        outcomes.extend(routers.unfused(graph if not proposals else body.module.graph))
     return outcomes
 
 
@@ -128,10 +130,11 @@ def _write(
     assert output is not None
     try:
         for _, proposal in proposals:
-            rewrite(body.module.graph, proposal.match, proposal.plan, recompute_all=proposal.recompute_all)
+            added = rewrite(body.module.graph, proposal.match, proposal.plan, recompute_all=proposal.recompute_all)
+            selective.note(added, proposal.window)
         body.module.graph.lint()
     except Exception as e:
-        untouched.output(output[0])
+        untouched.output(output[0])  # type: ignore[index]
         body.module.graph = untouched
         if options.strict:
             raise

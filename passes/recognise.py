@@ -13,7 +13,7 @@ from ..report import Reject
 from ..source import where
 from ..spec import Combine, ExpertsSpec, Grad, Layout, MoESpec
 from . import combine, experts, shadow
-from .dispatch import Axes, Order, counted_ids, slot_ids, tokens_of_rows, unmasked
+from .dispatch import Axes, Order, counted_ids, first, slot_ids, tokens_of_rows, unmasked
 from .refusal import Refused, describe, require
 from .runner import Unsupported
 from .shadow import Shadow
@@ -122,7 +122,7 @@ def _prove(out: Value, table: Table) -> _Region:
     def bare(value: Value) -> Value:
         """Without masks, whatever they compare: they are proved once the number of experts is known."""
         while value.op == "masked_fill":
-            value = experts.first(value)
+            value = first(value)
         return value
 
     def is_product(value: Value) -> bool:
@@ -136,7 +136,8 @@ def _prove(out: Value, table: Table) -> _Region:
     normed = boundary is not rows
     down = experts.matmul(boundary, table, bare)
     require(isinstance(down.experts, int), "experts", f"the number of experts, {down.experts}, is not fixed", boundary)
-    axes = Axes(tokens, top_k, down.experts, axes.slots, table)  # type: ignore[arg-type]
+    assert isinstance(down.experts, int)
+    axes = Axes(tokens, top_k, down.experts, axes.slots, table)
     gate = experts.gate(down.rows, is_product)
     up = experts.matmul(gate.hidden, table, bare)
     require(up.experts == down.experts, "experts", f"up has {up.experts} experts, down {down.experts}", boundary)
@@ -273,7 +274,7 @@ def _operand(seen: Shadow, value: Value, dtype: torch.dtype | None, shape: tuple
                 shape = value.shape  # type: ignore[assignment]
         elif value.op != "cast":
             raise Refused("operand", f"no node holds {describe(value)} where the region ends", value)
-        value = experts.first(value)
+        value = first(value)
 
 
 def _symbolic(seen: Shadow, window: Window, constant: sympy.Expr) -> torch.fx.Node:

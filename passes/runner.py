@@ -29,17 +29,22 @@ def run_nodes(
     open_regions: dict[torch.fx.Node, contextlib.ExitStack] = {}
     with contextlib.ExitStack() as stack:
         for opened in autocasts:
-            stack.enter_context(torch.autocast(*opened.args))
+            stack.enter_context(_autocast(opened))
         for node in nodes:
             if _torch.enters_autocast(node):
                 region = open_regions[node] = stack.enter_context(contextlib.ExitStack())
-                region.enter_context(torch.autocast(*node.args))
+                region.enter_context(_autocast(node))
             elif _torch.exits_autocast(node):
                 if node.args[0] not in open_regions:
                     raise Unsupported("an autocast region ends inside the window")
                 open_regions.pop(node.args[0]).close()  # type: ignore[arg-type]
             elif not _torch.sets_grad_enabled(node):
                 env[node] = call(node, env)
+
+
+def _autocast(node: torch.fx.Node) -> torch.autocast:
+    args: tuple[Any, ...] = node.args
+    return torch.autocast(*args)
 
 
 def call_node(node: torch.fx.Node, env: dict[torch.fx.Node, Any]) -> Any:

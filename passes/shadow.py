@@ -39,11 +39,11 @@ class _Tracked:
     children: list[_Tracked] = field(default_factory=list)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Names every tensor that passes by with a value of ``table``."""
 
     def __init__(self, table: Table) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.table = table
         self.blocked = False  #: gradients are switched off in the graph here, though not around it
         self._leaves = 0
@@ -158,7 +158,7 @@ def _tensors(items: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ def scalar(value: Any) -> Scalar:
     if isinstance(value, (torch.SymFloat, torch.SymBool)):
         expr = value.node.expr
         return float(expr) if isinstance(expr, sympy.Number) else expr
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +108,7 @@ class Table:
         if v.op == "permute":
             inner = v.args[1]
             assert isinstance(inner, tuple)
-            dims = tuple(inner[d] for d in dims)  # type: ignore[misc]
+            dims = tuple(inner[d] for d in dims)
             v = _value(v.args[0])
         if dims == tuple(range(len(dims))):
             return v

@@ -118,15 +118,24 @@ def make(
 
 def cut(o: Operands, spec: ExpertsSpec, plan: str) -> Tensor:
     """y through route_metadata, experts_up and experts_down."""
-    key = (str(spec), plan, "")
+    return cut_by_key(o, (str(spec), plan, ""))
+
+
+def whole(o: Operands, spec: ExpertsSpec, plan: str) -> Tensor:
+    """y through the single operator."""
+    return whole_by_key(o, (str(spec), plan, ""))
+
+
+def cut_by_key(o: Operands, key: tuple[str, str, str]) -> Tensor:
+    """:func:`cut` for ``key`` = (spec, plan, digest)."""
     order, inverse, offsets, _ = ops.route_metadata(o.idx, *key)
     a, h = ops.experts_up(o.x, order, inverse, offsets, o.w1, o.b1, CONSTS, *key)
     return ops.experts_down(a, h, order, inverse, offsets, o.weights, o.w2, o.b2, CONSTS, *key)
 
 
-def whole(o: Operands, spec: ExpertsSpec, plan: str) -> Tensor:
-    """y through the single operator."""
-    return ops.experts(o.x, o.idx, o.weights, o.w1, o.b1, o.w2, o.b2, CONSTS, str(spec), plan, "")
+def whole_by_key(o: Operands, key: tuple[str, str, str]) -> Tensor:
+    """:func:`whole` for ``key`` = (spec, plan, digest)."""
+    return ops.experts(o.x, o.idx, o.weights, o.w1, o.b1, o.w2, o.b2, CONSTS, *key)
 
 
 def truth(o: Operands, spec: ExpertsSpec, plan: str = "") -> Tensor:
@@ -162,7 +171,7 @@ def truth(o: Operands, spec: ExpertsSpec, plan: str = "") -> Tensor:
 def run(
     form: Callable[[Operands, ExpertsSpec, str], Tensor], o: Operands, spec: ExpertsSpec, plan: str = ""
 ) -> dict[str, Tensor | None]:
-    """The output and the gradient of every float operand (None where it has none) for a fixed gradient of the output."""
+    """The output, and the gradient of every float operand (None where it has none) for a fixed output gradient."""
     y = form(o, spec, plan)
     dy = torch.cos(torch.arange(y.numel(), device=y.device)).view(y.shape).to(spec.out_dtype)
     if y.requires_grad:
@@ -177,7 +186,7 @@ def bound(dtype: torch.dtype, *lengths: int) -> float:
 
 
 def assert_close(got: dict[str, Tensor | None], want: dict[str, Tensor | None], tolerance: float) -> None:
-    """Every entry within ``tolerance`` of the largest true one, or of 1, about one term of the sums, where those cancel.
+    """Every entry within ``tolerance`` of the largest true one, or of 1, about one term of a sum, where that cancels.
     None exactly where the truth has None."""
     for name, true in want.items():
         value = got[name]

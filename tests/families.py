@@ -24,6 +24,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.sizes import Size
+
 F: dict[str, dict[str, Any]] = {}
 
 
@@ -40,7 +42,8 @@ def fam(
     """Register a variant.
 
     ``block`` is the class in ``modeling_<moddir>``, ``sub`` the path from the model's config to the block's, ``mt`` the
-    model type, ``cfg`` overrides of the config, ``args`` further constructor arguments, ``inp`` the kind of inputs.
+    model type, ``cfg`` overrides of the config (a function gives the value for a ``Size``), ``args`` further constructor
+    arguments, ``inp`` the kind of inputs.
     """
     F[name] = {
         "block": block,
@@ -87,7 +90,7 @@ fam(
 )
 fam("llama4", "Llama4TextMoe", sub="text_config")
 fam("ernie4_5_moe", "Ernie4_5_MoeSparseMoeBlock")
-fam("ernie4_5_vl_moe", "Ernie4_5_VLMoeMoeBlock", sub="text_config", cfg={"moe_intermediate_size": [24, 24]})
+fam("ernie4_5_vl_moe", "Ernie4_5_VLMoeMoeBlock", sub="text_config", cfg={"moe_intermediate_size": lambda s: [s.inter] * 2})
 fam("dbrx", "DbrxFFN", inp="h")
 fam("jamba", "JambaSparseMoeBlock")
 fam("lfm2_moe", "Lfm2MoeSparseMoeBlock")
@@ -134,7 +137,7 @@ fam("lara_mini", "LaraMiniSparseMoeBlock")
 fam("qwen4_exp", "Qwen4ExpTextSparseMoeBlock", sub="text_config")
 fam("mistral_large4", "MistralLarge4TextMoE", sub="text_config")
 fam("glm_moe_dsa", "GlmMoeDsaMoE")
-fam("vitpose_backbone", "VitPoseBackboneMoeMLP", inp="vitpose", cfg={"num_experts": 8, "part_features": 8})
+fam("vitpose_backbone", "VitPoseBackboneMoeMLP", inp="vitpose", cfg={"num_experts": lambda s: s.experts, "part_features": 8})
 fam(
     "gemma4_experts",
     "Gemma4TextExperts",
@@ -142,7 +145,7 @@ fam(
     mt="gemma4",
     moddir="gemma4",
     inp="gemma4",
-    cfg={"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24},
+    cfg={"enable_moe_block": True, "top_k_experts": lambda s: s.top_k},
 )
 fam(
     "qwen3_omni_talker",
@@ -153,39 +156,8 @@ fam(
 )
 
 
-#: Small values for every size attribute that any of the configs has.
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 24,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-    "moe_num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "moe_top_k": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "shared_expert_intermediate_size": 24,
-    "shared_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 24,
-    "expert_ffn_hidden_size": 24,
-    "intermediate_size_mlp": 24,
-    "zero_expert_num": 2,
-    "d_model": 32,
-    "d_ff": 24,
-    "ffn_dim": 24,
-    "expert_capacity": 16,
-    "router_hidden_size": 16,
-    "moe_hidden_size": 16,
-    "vocab_size": 64,
-    "num_hidden_layers": 1,
-}
+#: The default size attributes.
+TINY = Size().config()
 
 
 def getsub(config: Any, path: str | None) -> Any:
@@ -203,21 +175,25 @@ def _put(config: Any, values: dict[str, Any], *, force: bool) -> None:
                 setattr(config, key, value)
 
 
-def _config(name: str) -> Any:
+def _config(name: str, size: Size) -> Any:
     f = F[name]
     if f["mt"] == "qwen3_omni_moe_talker":
         from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeTalkerTextConfig
 
         cfg = Qwen3OmniMoeTalkerTextConfig()
-        cfg.shared_expert_intermediate_size = 24
+        cfg.shared_expert_intermediate_size = size.inter
     else:
         cfg = getsub(CONFIG_MAPPING[f["mt"]](), f["sub"])
-    _put(cfg, TINY, force=False)
-    _put(cfg, f["cfg"], force=True)
+    _put(cfg, size.config(), force=False)
+    _put(cfg, {key: value(size) if callable(value) else value for key, value in f["cfg"].items()}, force=True)
     if name == "dbrx":
-        _put(
-            cfg.ffn_config, {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 2}, force=True
-        )
+        ffn = {
+            "hidden_size": size.hidden,
+            "ffn_hidden_size": size.inter,
+            "moe_num_experts": size.experts,
+            "moe_top_k": size.top_k,
+        }
+        _put(cfg.ffn_config, ffn, force=True)
     return cfg
 
 
@@ -226,34 +202,48 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
 
 
-def build(name: str, impl: str, dtype: torch.dtype) -> tuple[torch.nn.Module, int]:
-    """The block with seeded weights (biases zero) in ``dtype`` and its hidden size."""
+def build(
+    name: str, impl: str, dtype: torch.dtype, *, size: Size = Size(), seed: int = 0, bias_scale: float = 0.0
+) -> tuple[torch.nn.Module, int]:
+    """The block with seeded weights in ``dtype`` and its hidden size; ``bias_scale`` is the biases' deviation."""
     f = F[name]
     cls = getattr(_module(name), f["block"])
-    cfg = _config(name)
+    cfg = _config(name, size)
     with contextlib.suppress(Exception):
         cfg._experts_implementation = impl
-    args = [0 if a == "layer0" else 24 for a in f["args"]]
+    args = [0 if a == "layer0" else size.inter for a in f["args"]]
     ctor = {"layer_idx": 0} if "layer_idx" in inspect.signature(cls.__init__).parameters and not args else {}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     module = cls(cfg, *args, **ctor)
     with torch.no_grad():
         for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if tensor.is_floating_point():
-                tensor.zero_() if key.endswith("bias") else tensor.normal_(0, 0.05)
-    return module.to(dtype), getattr(cfg, "hidden_size", 32)
+                tensor.normal_(0, bias_scale if key.endswith("bias") else size.scale)
+    return module.to(dtype), getattr(cfg, "hidden_size", size.hidden)
 
 
-def inputs(name: str, H: int, dtype: torch.dtype, T: int = 16, *, rg: bool = True) -> tuple[torch.Tensor, ...]:
-    """Positional arguments of the block: [2, T, H] hidden states, and what else it takes."""
-    x = torch.randn(2, T, H, dtype=dtype)
+def inputs(
+    name: str, H: int, dtype: torch.dtype, T: int | None = None, *, rg: bool = True, size: Size = Size()
+) -> tuple[torch.Tensor, ...]:
+    """Positional arguments of the block: [batch, T, H] hidden states, and what else it takes."""
+    batch, tokens = size.batch, size.tokens if T is None else T
+    x = torch.randn(batch, tokens, H, dtype=dtype)
     kind = F[name]["inp"]
     if kind == "vitpose":
-        return (x.requires_grad_(rg), torch.randint(0, 8, (2,)))
+        return (x.requires_grad_(rg), torch.randint(0, size.experts, (batch,)))
     if kind == "gemma4":
-        idx = torch.stack([torch.randperm(8)[:2] for _ in range(2 * T)])
-        return (x.reshape(-1, H).requires_grad_(rg), idx, torch.rand(2 * T, 2, dtype=dtype))
+        rows = batch * tokens
+        idx = torch.stack([torch.randperm(size.experts)[: size.top_k] for _ in range(rows)])
+        return (x.reshape(-1, H).requires_grad_(rg), idx, torch.rand(rows, size.top_k, dtype=dtype).requires_grad_(rg))
     return (x.requires_grad_(rg),)
+
+
+def available(name: str) -> bool:
+    """Whether this release of transformers has the family."""
+    try:
+        return hasattr(_module(name), F[name]["block"])
+    except ImportError:
+        return False
 
 
 def decorated(name: str) -> bool:

@@ -29,13 +29,16 @@ def test_derivative_of_every_operation(op: str) -> None:
     check_against_autograd(text, g, u)
 
 
-@pytest.mark.parametrize("text", [*ACTIVATIONS, *SINGLE, "mul(mul(g, 2.0), add(c0, c1))", "sub(1.0, g)", "div(2.0, exp(u))"])
+EXPRESSIONS = [*ACTIVATIONS, *SINGLE, "mul(mul(g, 2.0), add(c0, c1))", "sub(1.0, g)", "div(2.0, exp(u))"]
+
+
+@pytest.mark.parametrize("text", EXPRESSIONS)
 def test_derivative_of_expressions(text: str) -> None:
     check_against_autograd(text, torch.randn(6, 4, dtype=torch.float64) * 4, torch.randn(6, 4, dtype=torch.float64) * 4)
 
 
 def check_against_autograd(text: str, g: torch.Tensor, u: torch.Tensor) -> None:
-    """The rules run forward are ordinary differentiable PyTorch code, so autograd is an oracle for the backward ones."""
+    """Run forward the rules are ordinary differentiable PyTorch code, so autograd is an oracle for the backward ones."""
     g, u = g.clone().requires_grad_(), u.clone().requires_grad_()
     value = activations.evaluate(text, g, u, CONSTS)
     if text in ACTIVATIONS | SINGLE:

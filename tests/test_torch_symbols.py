@@ -144,25 +144,25 @@ def test_eager_inside_a_backend():
 
 
 def test_no_new_guards():
-    from torch.fx.experimental.symbolic_shapes import DimDynamic as Dim
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv, StatelessSymbolicContext
-
     class Needed(Exception):
         pass
 
-    env = ShapeEnv()
-    with torch._subclasses.FakeTensorMode(shape_env=env) as mode:
-        x = mode.from_tensor(
-            torch.ones(6, 2), symbolic_context=StatelessSymbolicContext(dynamic_sizes=[Dim.DYNAMIC, Dim.STATIC])
-        )
-    guards = len(env.guards)
-    with _torch.no_new_guards(env, Needed):
-        assert x.shape[1] == 2 and not isinstance(x.shape[0] * 2, int)
-    with pytest.raises(Needed), _torch.no_new_guards(env, Needed):
-        bool(x.shape[0] == 6)
-    assert len(env.guards) == guards
-    with _torch.no_new_guards(None, Needed):
-        pass
+    seen = []
+
+    def backend(graph, inputs):
+        size = next(x for x in inputs if isinstance(x, torch.SymInt))
+        env = size.node.shape_env
+        guards = len(env.guards)
+        with _torch.no_new_guards(env, Needed):
+            seen.append(isinstance(size * 2, torch.SymInt))
+        with pytest.raises(Needed), _torch.no_new_guards(env, Needed):
+            bool(size == 6)
+        with _torch.no_new_guards(None, Needed):
+            seen.append(len(env.guards) == guards)
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=backend, dynamic=True)(torch.ones(6, 2))
+    assert seen == [True, True]
 
 
 def test_nodes_that_switch_autocast_and_gradients():

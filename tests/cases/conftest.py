@@ -84,6 +84,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     if BACKEND.startswith("megamoe") and file.startswith("case_"):
         expected = FUSED.get(test, FUSED[file])
         graphs, fused = counters["stats"]["unique_graphs"], counters["megamoe"]["matched"]
-        assert graphs > 0, "nothing was compiled"
+        assert graphs > 0 or not expected, "nothing was compiled"
         assert fused == expected * graphs, f"{fused} regions fused in {graphs} graphs, not {expected} in each"
     return outcome

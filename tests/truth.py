@@ -1,0 +1,182 @@
+"""What a low-precision run should have computed: the same in float64, with the same discrete decisions.
+
+A top-k in bf16 may choose another expert than one in float64, and then every number after it differs for a reason that is
+no error. So :class:`Recorder` keeps what a run decided, and :class:`Exact` repeats it:
+
+* a decision is a floating-point operation's integer or boolean result (top-k, argmax, sort, comparisons). The values that
+  come with chosen indices are gathered from the float64 operand, so they and their gradients are exact;
+* random numbers are repeated, for generators draw differently in another dtype;
+* a cast to a narrower float, or a tensor made in one, is float64: the truth rounds nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+Values = Mapping[str, "Tensor | None"]
+
+
+class Diverged(Exception):
+    """The exact run asked for another decision than the recorded run had made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One result to be repeated."""
+
+    op: str
+    value: Tensor
+
+
+def _random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _floats(tree: Any) -> bool:
+    return any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves(tree))
+
+
+def _decided(func: Any, args: Any, out: Any) -> Tensor | None:
+    """The part of ``out`` that a rounding error could have made another one."""
+    if _random(func):
+        return out if isinstance(out, Tensor) else None
+    if not _floats(args):
+        return None
+    return next((t for t in tree_leaves(out) if isinstance(t, Tensor) and not t.is_floating_point()), None)
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the decisions made under it, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decisions: list[Decision] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        decided = _decided(func, args, out)
+        if decided is not None:
+            self.decisions.append(Decision(str(func), decided.clone()))
+        return out
+
+
+class Exact(TorchDispatchMode):
+    """Runs in float64 what was recorded in another dtype, with ``decisions`` repeated."""
+
+    def __init__(self, decisions: Sequence[Decision]) -> None:
+        super().__init__()
+        self._left = list(decisions)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if (dtype := kwargs.get("dtype")) is not None and dtype.is_floating_point:
+            kwargs["dtype"] = torch.float64
+        out = func(*args, **kwargs)
+        decided = _decided(func, args, out)
+        if decided is None:
+            return out
+        repeated = self._next(str(func), decided)
+        if _random(func):
+            return out.copy_(repeated)
+        if isinstance(out, Tensor):
+            return repeated.to(out.dtype)
+        return _gathered(func, args, kwargs, repeated)
+
+    def _next(self, op: str, decided: Tensor) -> Tensor:
+        found = self._left.pop(0) if self._left else None
+        if found is None or found.op != op or found.value.shape != decided.shape:
+            recorded = f"{found.op} {tuple(found.value.shape)}" if found else "nothing more"
+            raise Diverged(f"float64 decides by {op} {tuple(decided.shape)}, the recorded run by {recorded}")
+        return found.value
+
+
+def _gathered(func: Any, args: Any, kwargs: Any, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """(values, indices) of top-k, sort and the like along their ``dim``."""
+    at = {a.name: i for i, a in enumerate(func._schema.arguments)}
+    default = func._schema.arguments[at["dim"]].default_value
+    dim = kwargs.get("dim", args[at["dim"]] if len(args) > at["dim"] else default)
+    dropped = indices.dim() < args[0].dim()
+    values = args[0].gather(dim, indices.unsqueeze(dim) if dropped else indices)
+    return (values.squeeze(dim) if dropped else values), indices
+
+
+def to_double(tree: Any) -> Any:
+    """``tree`` with every floating tensor in float64 and everything else as it is."""
+    return tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, tree)
+
+
+#: Roundings to the run's dtype between an input and a gradient that our operators make: up, activation, down, weighted
+#: row and sum on the way out; the rows' gradient, the activation's, the two halves' and the gathered sum on the way back.
+ROUNDINGS = 9
+#: A gradient that cancels (of a router renormalised over one expert, say) keeps the rounding of its terms and has no
+#: relative error of its own: below this part of the largest one's root mean square, that is the measure.
+FLOOR = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The tensor closest to, or furthest beyond, its bound. Errors are relative, see :func:`compare`."""
+
+    name: str
+    error: float
+    eager: float  #: eager's own error
+    allowed: float
+
+    @property
+    def used(self) -> float:
+        """Part of the bound that the error takes; above 1 the value is wrong."""
+        return self.error / self.allowed if self.allowed else math.inf if self.error else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.name}: off by {self.error:.2e}, eager by {self.eager:.2e}, allowed {self.allowed:.2e}"
+
+
+def compare(ours: Values, eager: Values, truth: Values, dtype: torch.dtype, *, terms: int) -> Worst:
+    """The worst of ``ours`` against ``truth``, where ``eager`` may be wrong too.
+
+    The error of a tensor is the norm of the difference over the norm of the truth. Allowed is the sum of
+
+    * 1.5 times eager's own error: as many roundings, in another order;
+    * eps(dtype) * sqrt(ROUNDINGS / 12), for where eager was lucky or rounds less: one rounding is uniform within
+      eps / 2 of an element, so eps / sqrt(12) of the norm, and independent ones add in quadrature;
+    * eps(float32) * sqrt(terms): every sum is kept in float32, and in another order one of ``terms`` numbers moves by a
+      random walk of its roundings. It matters in float32 only.
+
+    Raises AssertionError where a gradient is there for one of the two only, or shapes or dtypes differ.
+    """
+    slack = torch.finfo(dtype).eps * math.sqrt(ROUNDINGS / 12) + torch.finfo(torch.float32).eps * math.sqrt(terms)
+    worst = Worst("nothing to compare", 0.0, 0.0, 1.0)
+    floors = {kind: FLOOR * max(_rms(t) for n, t in truth.items() if _kind(n) == kind) for kind in map(_kind, truth)}
+    for name, reference in eager.items():
+        value, exact = ours[name], truth[name]
+        assert (value is None) == (reference is None), (
+            f"{name}: {'no' if value is None else 'a'} gradient, unlike eager"
+        )
+        if value is None or reference is None:
+            continue
+        assert (value.dtype, value.shape) == (reference.dtype, reference.shape), f"{name}: another dtype or shape"
+        if not value.numel():
+            continue
+        assert exact is not None, f"{name}: the truth has no gradient"
+        scale = max(_rms(exact), floors[_kind(name)], 1e-300)
+        mine, theirs = (_rms(t.double() - exact) / scale for t in (value, reference))
+        found = Worst(name, mine, theirs, 1.5 * theirs + slack)
+        if not found.used <= worst.used:
+            worst = found
+    return worst
+
+
+def _kind(name: str) -> str:
+    return name.split()[0]
+
+
+def _rms(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None or not tensor.numel() else float(tensor.double().norm()) / math.sqrt(tensor.numel())
