@@ -34,7 +34,7 @@ def megamoe(
     an option that cannot be right, and RuntimeError where ``moe.require="all"`` is not met.
     """
     ours, inductor = resolve(options, mode, os.environ)
-    _apply(gm, example_inputs, ours)
+    apply(gm, example_inputs, ours)
     compiled: Callable[..., Any] = _torch.inductor(inductor)(gm, example_inputs)
     return compiled
 
@@ -44,7 +44,7 @@ def fuse(
 ) -> torch.fx.GraphModule:
     """The pass alone: edits ``gm`` in place, records the outcome in the report, and returns ``gm``."""
     ours = options if isinstance(options, Options) else resolve(options, None, os.environ)[0]
-    _apply(gm, example_inputs, ours)
+    apply(gm, example_inputs, ours)
     return gm
 
 
@@ -63,7 +63,8 @@ def with_inner(compiler: Compiler) -> Callable[..., Callable[..., Any]]:
     return backend
 
 
-def _apply(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+def apply(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+    """The pass with resolved options: :func:`fuse` without reading the environment again."""
     if options.disabled:
         return
     why = _torch.unsupported()

@@ -13,13 +13,24 @@ _PACKAGE = Path(__file__).parent
 
 @functools.lru_cache(maxsize=1)
 def digest() -> str:
-    """12 hexadecimal digits of a SHA-256 over the kernels, the operators, their vocabulary and the package version."""
+    """12 hexadecimal digits for the code that the operators run: the kernels, the operators and their vocabulary."""
+    files = [_PACKAGE / name for name in ("ops.py", "activation.py", "spec.py")]
+    return _digest(files + sorted((_PACKAGE / "kernels").glob("*.py")))
+
+
+@functools.lru_cache(maxsize=1)
+def package_digest() -> str:
+    """12 hexadecimal digits for the whole package: what the pass may decide as well as what the operators run."""
+    folders = (_PACKAGE, _PACKAGE / "kernels", _PACKAGE / "passes")
+    return _digest([file for folder in folders for file in sorted(folder.glob("*.py"))])
+
+
+def _digest(files: list[Path]) -> str:
     try:
         version = metadata.version("moe-inductor")
     except metadata.PackageNotFoundError:  # run from a checkout
         version = ""
     sha = hashlib.sha256(version.encode())
-    files = [_PACKAGE / name for name in ("ops.py", "activation.py", "spec.py")]
-    for file in files + sorted((_PACKAGE / "kernels").glob("*.py")):
+    for file in files:
         sha.update(b"\0" + file.name.encode() + b"\0" + file.read_bytes())
     return sha.hexdigest()[:12]
