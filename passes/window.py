@@ -214,7 +214,8 @@ def _followed(node: torch.fx.Node, inner: set[torch.fx.Node]) -> list[torch.fx.N
 
 
 def _is_structure(node: torch.fx.Node) -> bool:
-    """Integers, masks and sizes, and moves of anything; never a router's choice."""
+    """Integer tensors, masks, and moves of anything; never a router's choice. Sizes are none: one that the graph worked
+    out layers ago would stretch the window back to there."""
     name, value = name_of(node), node.meta.get("example_value")
     if isinstance(value, torch.Tensor):
         if node.target is operator.getitem and isinstance(node.args[0].meta.get("example_value"), (tuple, list)):  # type: ignore[union-attr]
@@ -222,8 +223,6 @@ def _is_structure(node: torch.fx.Node) -> bool:
         if value.dtype.is_floating_point:
             return name in MOVES
         return name not in ("argmax", "argmin", "multinomial")
-    if isinstance(value, (torch.Size, int, torch.SymInt, bool, torch.SymBool)):
-        return True
     return isinstance(value, (tuple, list)) and name in ("sort", "argsort", "chunk", "split", "unbind")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 #: Standard deviation of biases and of additive router corrections: large enough to change who is chosen.
 BIAS = 0.05
+#: The numeric check of every rewrite as well: with "first", one that passed in an earlier process is not made again, and
+#: a table would depend on the cache it was made beside.
+OPTIONS = {"moe.strict": True, "moe.verify": "all"}
 
 
 class Mode(Enum):
@@ -124,7 +128,7 @@ def _run(cell: Cell, inner: Inner) -> Result:
             return Result(cell, Status.EAGER_FAILS, code=_kind(e), why=_line(e))
         decisions.append(recorder.decisions)
     try:
-        values = _compiled(cell, with_inner(inner), batches, {"moe.strict": True})
+        values = _compiled(cell, with_inner(inner), batches, OPTIONS)
     except Exception as e:
         status = Status.ERROR if _compiles(cell, batches) else Status.COMPILE_FAILS
         return Result(cell, status, code=_kind(e), why=_line(e))
@@ -145,7 +149,12 @@ def _run(cell: Cell, inner: Inner) -> Result:
         first = found.refused[0]
         return replace(result, status=Status.REFUSED, code=first.code, why=f"{first.why} ({Path(first.where).name})")
     if not fused:
-        return replace(result, status=Status.NOTHING, why=f"no expert matmul in {found.compiles} graphs")
+        return replace(
+            result,
+            status=Status.NOTHING,
+            code="unseen",
+            why=f"{found.compiles} graphs hold no expert matmul of a form that is known",
+        )
     return result
 
 
@@ -234,6 +243,8 @@ def _kind(error: Exception) -> str:
 
 
 def _line(error: Exception) -> str:
-    error = getattr(error, "inner_exception", None) or error  # Dynamo's wrapper says only that a backend raised
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return text[:240]
+    """The first line of what went wrong, without Dynamo's wrappers: those say only that something raised."""
+    error = getattr(error, "inner_exception", None) or error
+    fake = re.search(r"got (\w+\(.*\))$", str(error), re.MULTILINE)  # under "Explanation:", where a fake call raised
+    lines = [fake[1]] if fake else [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0][:240]

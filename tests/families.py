@@ -42,8 +42,8 @@ def fam(
     """Register a variant.
 
     ``block`` is the class in ``modeling_<moddir>``, ``sub`` the path from the model's config to the block's, ``mt`` the
-    model type, ``cfg`` overrides of the config (a function gives the value for a ``Size``), ``args`` further constructor
-    arguments, ``inp`` the kind of inputs.
+    model type, ``cfg`` overrides of the config (a function gives the value for a ``Size``), ``args`` further arguments
+    of the constructor, ``inp`` the kind of inputs.
     """
     F[name] = {
         "block": block,
@@ -90,7 +90,12 @@ fam(
 )
 fam("llama4", "Llama4TextMoe", sub="text_config")
 fam("ernie4_5_moe", "Ernie4_5_MoeSparseMoeBlock")
-fam("ernie4_5_vl_moe", "Ernie4_5_VLMoeMoeBlock", sub="text_config", cfg={"moe_intermediate_size": lambda s: [s.inter] * 2})
+fam(
+    "ernie4_5_vl_moe",
+    "Ernie4_5_VLMoeMoeBlock",
+    sub="text_config",
+    cfg={"moe_intermediate_size": lambda s: [s.inter] * 2},
+)
 fam("dbrx", "DbrxFFN", inp="h")
 fam("jamba", "JambaSparseMoeBlock")
 fam("lfm2_moe", "Lfm2MoeSparseMoeBlock")
@@ -137,7 +142,12 @@ fam("lara_mini", "LaraMiniSparseMoeBlock")
 fam("qwen4_exp", "Qwen4ExpTextSparseMoeBlock", sub="text_config")
 fam("mistral_large4", "MistralLarge4TextMoE", sub="text_config")
 fam("glm_moe_dsa", "GlmMoeDsaMoE")
-fam("vitpose_backbone", "VitPoseBackboneMoeMLP", inp="vitpose", cfg={"num_experts": lambda s: s.experts, "part_features": 8})
+fam(
+    "vitpose_backbone",
+    "VitPoseBackboneMoeMLP",
+    inp="vitpose",
+    cfg={"num_experts": lambda s: s.experts, "part_features": 8},
+)
 fam(
     "gemma4_experts",
     "Gemma4TextExperts",
@@ -156,8 +166,9 @@ fam(
 )
 
 
+DEFAULT = Size()
 #: The default size attributes.
-TINY = Size().config()
+TINY = DEFAULT.config()
 
 
 def getsub(config: Any, path: str | None) -> Any:
@@ -203,7 +214,7 @@ def _module(name: str) -> Any:
 
 
 def build(
-    name: str, impl: str, dtype: torch.dtype, *, size: Size = Size(), seed: int = 0, bias_scale: float = 0.0
+    name: str, impl: str, dtype: torch.dtype, *, size: Size = DEFAULT, seed: int = 0, bias_scale: float = 0.0
 ) -> tuple[torch.nn.Module, int]:
     """The block with seeded weights in ``dtype`` and its hidden size; ``bias_scale`` is the biases' deviation."""
     f = F[name]
@@ -223,7 +234,7 @@ def build(
 
 
 def inputs(
-    name: str, H: int, dtype: torch.dtype, T: int | None = None, *, rg: bool = True, size: Size = Size()
+    name: str, H: int, dtype: torch.dtype, T: int | None = None, *, rg: bool = True, size: Size = DEFAULT
 ) -> tuple[torch.Tensor, ...]:
     """Positional arguments of the block: [batch, T, H] hidden states, and what else it takes."""
     batch, tokens = size.batch, size.tokens if T is None else T

@@ -61,7 +61,14 @@ def mask_dropped(m: Block, c: Flow) -> None:
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """[S, in] @ [E, in, out] by groups that end at ``offs``; both spellings of transformers under a compiler."""
+    """[S, in] @ [E, in, out] by groups that end at ``offs``: transformers' spellings, and a loop for the float64 truth.
+
+    Rows past the last offset are zero in fp32 and fp64, uninitialised in bf16.
+    """
+    if weight.dtype == torch.float64:
+        ends = offs.tolist()
+        parts = [rows[a:b] @ w for a, b, w in zip([0, *ends], ends, weight, strict=False)]
+        return torch.cat([*parts, rows.new_zeros(rows.shape[0] - sum(map(len, parts)), weight.shape[2])])
     if weight.dtype == torch.bfloat16:
         return torch._grouped_mm(rows.to(weight.dtype), weight, offs=offs)
     return torch.ops.transformers.grouped_mm_fallback(rows.to(weight.dtype), weight, offs)

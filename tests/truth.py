@@ -1,10 +1,10 @@
 """What a low-precision run should have computed: the same in float64, with the same discrete decisions.
 
-A top-k in bf16 may choose another expert than one in float64, and then every number after it differs for a reason that is
-no error. So :class:`Recorder` keeps what a run decided, and :class:`Exact` repeats it:
+A top-k in bf16 may choose another expert than one in float64, and then every number after it differs for a reason that
+is no error. So :class:`Recorder` keeps what a run decided, and :class:`Exact` repeats it:
 
-* a decision is a floating-point operation's integer or boolean result (top-k, argmax, sort, comparisons). The values that
-  come with chosen indices are gathered from the float64 operand, so they and their gradients are exact;
+* a decision is a floating-point operation's integer or boolean result (top-k, argmax, sort, comparisons). The values
+  that come with chosen indices are gathered from the float64 operand, so they and their gradients are exact;
 * random numbers are repeated, for generators draw differently in another dtype;
 * a cast to a narrower float, or a tensor made in one, is float64: the truth rounds nowhere.
 """
@@ -114,7 +114,7 @@ def to_double(tree: Any) -> Any:
 
 
 #: Roundings to the run's dtype between an input and a gradient that our operators make: up, activation, down, weighted
-#: row and sum on the way out; the rows' gradient, the activation's, the two halves' and the gathered sum on the way back.
+#: row and sum on the way out; the rows' gradient, the activation's, the halves' and the gathered sum on the way back.
 ROUNDINGS = 9
 #: A gradient that cancels (of a router renormalised over one expert, say) keeps the rounding of its terms and has no
 #: relative error of its own: below this part of the largest one's root mean square, that is the measure.
