@@ -28,12 +28,15 @@ class Pulled:
     scaled_a: Tensor | None
 
 
-def activate(h: Tensor, consts: Sequence[float], spec: ExpertsSpec, *, block: int) -> Tensor:
-    """a [N, I] of h [N, W], at most ``block`` elements of h at a time."""
+def activate(
+    h: Tensor, consts: Sequence[float], spec: ExpertsSpec, *, block: int, scale: Tensor | None = None
+) -> Tensor:
+    """a [N, I] of h [N, W], times ``scale`` [N, 1] where given, at most ``block`` elements of h at a time."""
     a = h.new_empty(h.shape[0], inter(h, spec))
     for own in _blocks(h, block):
-        g, u = activations.split(h[own].to(accumulator(h)), spec)
-        a[own] = activations.evaluate(spec.activation, g, u, consts)
+        g, u = activations.split(h[own].to(accumulator(h, scale)), spec)
+        value = activations.evaluate(spec.activation, g, u, consts)
+        a[own] = value if scale is None else value * scale[own]
     return a
 
 

@@ -49,7 +49,7 @@ def up_backward(
         in_out(dw1[e], spec.w1).copy_(x[tokens].to(acc).t() @ grad)
         db1[e] = grad.sum(0)
     return (
-        dx.view(-1, spec.top_k, x.shape[1]).sum(1).to(x.dtype) if Grad.X in need else None,
+        dx.view(-1, rows.top_k, x.shape[1]).sum(1).to(x.dtype) if Grad.X in need else None,
         dw1 if Grad.W1 in need else None,
         db1 if Grad.B1 in need else None,
     )
@@ -69,7 +69,7 @@ def down(
             row *= _per_row(weights, rows, own, spec).to(acc)
         out[rows.order[own]] = row
     if spec.combine is Combine.WEIGHTED_SUM:
-        out = out.view(-1, spec.top_k, out.shape[1]).sum(1)
+        out = out.view(-1, rows.top_k, out.shape[1]).sum(1)
     return out.to(spec.out_dtype)
 
 

@@ -1,8 +1,9 @@
 """Expert activations as small expressions over the two halves of the up projection.
 
 An activation is written as a call expression, for example ``mul(silu(g), u)``: ``g`` is the gate, ``u`` the up half
-(non-gated experts have ``g`` only), numbers are literals, and ``c0``, ``c1``... stand for floats that the compiler keeps
-symbolic. The text is the value: it is an argument of the operators, part of every cache key, and what a snapshot shows.
+(non-gated experts have ``g`` only), numbers are literals, and ``c0``, ``c1``... stand for floats that the compiler
+keeps symbolic. The text is the value: it is an argument of the operators, part of every cache key, and what a snapshot
+shows.
 
 Every intermediate is computed in float32 (float64 for float64 experts) and rounded once, so an expression is never less
 accurate than the sequence of low-precision operations it stands for.

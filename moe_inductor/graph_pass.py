@@ -29,7 +29,9 @@ class MegaMoEPass(CustomGraphPass):
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Rewrite the Mixture-of-Experts regions of ``graph`` in place."""
-        apply(graph.owning_module, (), self._options)
+        module = graph.owning_module
+        if isinstance(module, torch.fx.GraphModule):
+            apply(module, (), self._options)
 
     def uuid(self) -> str:
         """What Inductor's caches know the pass by: its code, the operators' and its options."""

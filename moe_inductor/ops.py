@@ -82,8 +82,8 @@ def _wanted(need: str, name: str, grad: Tensor) -> Tensor | None:
     return grad if name in need.split(",") else None
 
 
-def _rows(spec: ExpertsSpec, order: Tensor, inverse: Tensor, offsets: Tensor) -> Rows:
-    return Rows(order, inverse, offsets, spec.top_k)
+def _rows(spec: ExpertsSpec, tokens: int, order: Tensor, inverse: Tensor, offsets: Tensor) -> Rows:
+    return Rows(order, inverse, offsets, spec.top_k or order.shape[0] // max(tokens, 1))
 
 
 # route_metadata
@@ -113,7 +113,7 @@ def _up(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _same_dtype("experts_up", x=x, w1=w1, b1=b1)
     s = specs.parse(spec)
-    return family(plan).up(x, _rows(s, order, inverse, offsets), w1, b1, consts, s)
+    return family(plan).up(x, _rows(s, x.shape[0], order, inverse, offsets), w1, b1, consts, s)
 
 
 def _up_fake(
@@ -139,7 +139,7 @@ def _up_backward(
     spec: str, plan: str, digest: str, need: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     s = specs.parse(spec)
-    rows = _rows(s, order, inverse, offsets)
+    rows = _rows(s, x.shape[0], order, inverse, offsets)
     return _or_empty(dh, *family(plan).up_backward(dh, x, rows, w1, s, _need(need)))
 
 
@@ -191,7 +191,14 @@ def _down(
 ) -> Tensor:  # fmt: skip
     _same_dtype("experts_down", a=a, h=h, w2=w2, b2=b2)
     s = _combined(spec, topk_weights)
-    return family(plan).down(a, _rows(s, order, inverse, offsets), topk_weights, w2, b2, s)
+    return family(plan).down(
+        a, _rows(s, _tokens(order, topk_weights), order, inverse, offsets), topk_weights, w2, b2, s
+    )
+
+
+def _tokens(order: Tensor, topk_weights: Tensor | None) -> int:
+    """T, or N where the rows are not combined."""
+    return order.shape[0] if topk_weights is None else topk_weights.shape[0]
 
 
 def _combined(spec: str, topk_weights: Tensor | None) -> ExpertsSpec:
@@ -207,8 +214,7 @@ def _down_fake(
 ) -> Tensor:  # fmt: skip
     _same_dtype("experts_down", a=a, h=h, w2=w2, b2=b2)
     s = _combined(spec, topk_weights)
-    tokens = order.shape[0] if topk_weights is None else topk_weights.shape[0]
-    return a.new_empty(tokens, width(w2, s.w2), dtype=s.out_dtype)
+    return a.new_empty(_tokens(order, topk_weights), width(w2, s.w2), dtype=s.out_dtype)
 
 
 experts_down = _define(
@@ -224,7 +230,7 @@ def _down_backward(
     b2: Tensor | None, consts: Sequence[float], spec: str, plan: str, digest: str, need: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     s = specs.parse(spec)
-    rows = _rows(s, order, inverse, offsets)
+    rows = _rows(s, _tokens(order, topk_weights), order, inverse, offsets)
     return _or_empty(dy, *family(plan).down_backward(dy, h, rows, topk_weights, w2, b2, consts, s, _need(need)))
 
 
@@ -278,7 +284,7 @@ def _experts(
 ) -> Tensor:  # fmt: skip
     _same_dtype("experts", x=x, w1=w1, b1=b1, w2=w2, b2=b2)
     s = _combined(spec, topk_weights)
-    rows = _rows(s, *_route(idx, spec, plan, digest)[:3])
+    rows = _rows(s, idx.shape[0], *_route(idx, spec, plan, digest)[:3])
     return family(plan).experts(x, rows, topk_weights, w1, b1, w2, b2, consts, s)
 
 
@@ -306,7 +312,7 @@ def _experts_backward(
     b2: Tensor | None, consts: Sequence[float], spec: str, plan: str, digest: str, need: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     s, kernels, wanted = specs.parse(spec), family(plan), _need(need)
-    rows = _rows(s, *_route(idx, spec, plan, digest)[:3])
+    rows = _rows(s, idx.shape[0], *_route(idx, spec, plan, digest)[:3])
     below = wanted & {Grad.X, Grad.W1, Grad.B1}
     _, h = kernels.up(x, rows, w1, b1, consts, s)
     beside = wanted - {Grad.X} | ({Grad.X} if below else set())

@@ -66,7 +66,7 @@ class ExpertsSpec:
     """
 
     experts: int
-    top_k: int
+    top_k: int  #: 0 where it is symbolic: the operators read it off the shapes
     activation: str
     halves: Halves
     w1: Layout
@@ -77,18 +77,20 @@ class ExpertsSpec:
     out_dtype: torch.dtype
 
     def __str__(self) -> str:
-        return ";".join((
-            f"E{self.experts}",
-            f"K{self.top_k}",
-            self.activation,
-            self.halves.value,
-            self.w1.value,
-            self.w2.value,
-            self.combine.value,
-            DTYPES[self.weight_dtype],
-            DTYPES[self.combine_dtype],
-            DTYPES[self.out_dtype],
-        ))
+        return ";".join(
+            (
+                f"E{self.experts}",
+                f"K{self.top_k}",
+                self.activation,
+                self.halves.value,
+                self.w1.value,
+                self.w2.value,
+                self.combine.value,
+                DTYPES[self.weight_dtype],
+                DTYPES[self.combine_dtype],
+                DTYPES[self.out_dtype],
+            )
+        )
 
     @property
     def gated(self) -> bool:
@@ -130,6 +132,7 @@ class MoESpec:
 
     ops: ExpertsSpec
     tokens: sympy.Expr
+    top_k: sympy.Expr
     hidden: int  #: H, input width of the up projection
     inter: int  #: I, width of one half
     out_hidden: int  #: output width of the down projection
@@ -143,15 +146,15 @@ class MoESpec:
     @property
     def rows(self) -> sympy.Expr:
         """Routed rows N = T*K."""
-        return self.ops.top_k * self.tokens
+        return self.top_k * self.tokens
 
     def __str__(self) -> str:
         o = self.ops
         biases = "".join(b for b, on in ((" b1", self.bias1), (" b2", self.bias2)) if on)
         grads = ",".join(g.value for g in Grad if g in self.grads) or "none"
         return (
-            f"T={self.tokens} K={o.top_k} E={o.experts} H={self.hidden} I={self.inter} {DTYPES[self.dtype]} {o.activation}"
-            f" {o.halves.value} w1={o.w1.value} w2={o.w2.value}{biases} weight={DTYPES[o.weight_dtype]}"
+            f"T={self.tokens} K={self.top_k} E={o.experts} H={self.hidden} I={self.inter} {DTYPES[self.dtype]}"
+            f" {o.activation} {o.halves.value} w1={o.w1.value} w2={o.w2.value}{biases} weight={DTYPES[o.weight_dtype]}"
             f" combine={o.combine.value}:{DTYPES[o.combine_dtype]} out={DTYPES[o.out_dtype]}"
             f" {'training' if self.training else 'inference'} grads={grads} {self.device}"
         )

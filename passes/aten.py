@@ -12,9 +12,9 @@ from .values import Arg, Dim, Table, Value, dim, scalar
 
 #: Element-wise operations: the result at a place depends on the operands at that place only.
 POINTWISE = frozenset(
-    "add sub rsub mul div neg exp log log1p sqrt rsqrt abs square pow sigmoid tanh erf relu silu gelu softplus clamp"
-    " clamp_min clamp_max reciprocal ge gt le lt eq ne logical_not logical_and bitwise_not bitwise_and where masked_fill"
-    " floor_divide remainder maximum minimum hardtanh".split()
+    "add sub rsub mul div neg exp log log1p sqrt rsqrt abs square pow sigmoid tanh erf relu silu gelu softplus"
+    " clamp clamp_min clamp_max reciprocal ge gt le lt eq ne logical_not logical_and bitwise_not bitwise_and where"
+    " masked_fill floor_divide remainder maximum minimum hardtanh".split()
 )
 
 

@@ -101,9 +101,7 @@ def _products(value: Value) -> Iterator[tuple[Value, Value]]:
                     yield rows, narrow
 
 
-def _weighted(
-    rows: Value, weight: Value, order: Order, row_dtype: torch.dtype, shape: Shape, axes: Axes
-) -> Combined:
+def _weighted(rows: Value, weight: Value, order: Order, row_dtype: torch.dtype, shape: Shape, axes: Axes) -> Combined:
     weight = _bare(weight)
     inner_order = order
     rows = _bare(rows)
@@ -119,7 +117,10 @@ def _weighted(
             raise Refused("weights", f"the rows are sorted, but their weights are not: {describe(weight)}", weight)
         weight = first(weight)
     require(
-        numel(weight.shape) == axes.slots, "weights", f"the routing weights are {describe(weight)}, not one a slot", weight
+        numel(weight.shape) == axes.slots,
+        "weights",
+        f"the routing weights are {describe(weight)}, not one a slot",
+        weight,
     )
     return Combined(rows, weight, inner_order, row_dtype, shape.out_dtype)
 

@@ -43,7 +43,7 @@ class Axes:
     """The axes of a region (T, K, E, N = T*K) and the table its values come from."""
 
     tokens: Dim
-    top_k: int
+    top_k: Dim
     experts: int
     slots: Dim
     table: Table
@@ -95,9 +95,7 @@ def tokens_of_rows(rows: Value, order: Order, axes: Axes) -> Value:
         _prove_tokens(slot_tokens, Order(None), axes)
     else:
         _prove_tokens(index, order, axes)
-    require(
-        base.shape[0] == axes.tokens, "dispatch", f"rows come from {base.shape[0]} tokens, not {axes.tokens}", rows
-    )
+    require(base.shape[0] == axes.tokens, "dispatch", f"rows come from {base.shape[0]} tokens, not {axes.tokens}", rows)
     return base
 
 
@@ -161,7 +159,9 @@ def counted_ids(offsets: Value, order: Order, axes: Axes) -> Value:
     """The ids [N] whose counts the group ``offsets`` accumulate, in slot order."""
     found = match(COUNTS, offsets)
     if found is None:
-        raise Refused("offsets", f"the group offsets are not running counts of expert ids: {describe(offsets)}", offsets)
+        raise Refused(
+            "offsets", f"the group offsets are not running counts of expert ids: {describe(offsets)}", offsets
+        )
     require(offsets.dtype is torch.int32, "offsets", "the group offsets are not int32", offsets)
     require(
         found.bins == axes.experts and found.low == 0 and found.high == axes.experts - 1,
@@ -176,7 +176,9 @@ def counted_ids(offsets: Value, order: Order, axes: Axes) -> Value:
     keys = permutation(order.perm, axes)
     ids: Value = found.ids
     if ids.op == "cast":
-        require(ids.dtype in (torch.float32, torch.float64, torch.int32, torch.int64), "offsets", "ids are rounded", ids)
+        require(
+            ids.dtype in (torch.float32, torch.float64, torch.int32, torch.int64), "offsets", "ids are rounded", ids
+        )
         ids = first(ids)
     if ids is keys:  # counting needs no order
         return keys

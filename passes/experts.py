@@ -54,7 +54,12 @@ def matmul(value: Value, table: Table, strip: Callable[[Value], Value]) -> Exper
     bias = bias_ids = None
     if value.op == "add" and len(value.args) == 2:
         for a, b in (value.args, value.args[::-1]):
-            if isinstance(a, Value) and isinstance(b, Value) and rows_of(b).op == "gather" and _is_product(strip(rows_of(a))):
+            if (
+                isinstance(a, Value)
+                and isinstance(b, Value)
+                and rows_of(b).op == "gather"
+                and _is_product(strip(rows_of(a)))
+            ):
                 found = rows_of(b)
                 bias, bias_ids = first(found), found.args[1]
                 value = strip(rows_of(a))
@@ -248,7 +253,7 @@ class GateReader:
         rank, wide = len(base.shape), base.shape[-1]
         if axis == rank - 1 and wide == self._width and isinstance(wide, int) and wide % 2 == 0:
             parts = {(0, wide // 2, 1): "low", (wide // 2, wide, 1): "high", (0, wide, 2): "even", (1, wide, 2): "odd"}
-            return parts.get((start, stop, step))
+            return parts.get((start, stop, step))  # type: ignore[arg-type]
         if rank == 3 and base.shape[1:] == (2, value.shape[-1]) and axis == 1:  # h.view(N, 2, I)
             return "high" if start == 1 else "low"
         if rank == 3 and base.shape[1:] == (value.shape[-1], 2) and axis == 2:  # h.view(N, I, 2)
@@ -273,7 +278,10 @@ def gate(rows: Value, is_hidden: Callable[[Value], bool]) -> Gate:
     expr = reader.read(rows)
     parts = frozenset(reader.halves)
     require(
-        parts in _PARTS, "activation", f"the activation reads {' and '.join(sorted(parts))} columns of the up projection", rows
+        parts in _PARTS,
+        "activation",
+        f"the activation reads {' and '.join(sorted(parts))} columns of the up projection",
+        rows,
     )
     halves, rename = _PARTS[parts]
     expr = activation.canonical(_renamed(expr, rename))

@@ -73,9 +73,7 @@ def _fuse_body(body: Body, options: Options, verify: Verify, recogniser: Recogni
             verdict = _internal(found.down, e)
         if isinstance(verdict, str) and isinstance(proposal, Proposal):
             proposals.append((len(outcomes), proposal))
-            outcomes.append(
-                Fused(where(found.down), proposal.match.spec, proposal.plan, proposal.parameters, verdict)
-            )
+            outcomes.append(Fused(where(found.down), proposal.match.spec, proposal.plan, proposal.parameters, verdict))
         elif isinstance(verdict, Reject):
             outcomes.append(verdict)
     if proposals:
@@ -94,9 +92,7 @@ def _propose(
     names = parameters(match, body)
     value = window.example(match.x.node)
     assert value is not None
-    plan = policy.choose(
-        match.spec, policy.Device.of(value.device), options, names=names, where=where(match.end)
-    )
+    plan = policy.choose(match.spec, policy.Device.of(value.device), options, names=names, where=where(match.end))
     if isinstance(plan, Reject):
         return plan
     autocasts = modes[found.nodes[0]][1]
@@ -121,9 +117,7 @@ def _named(node: torch.fx.Node, body: Body) -> str | None:
     return None
 
 
-def _write(
-    body: Body, proposals: Sequence[tuple[int, Proposal]], outcomes: list[Outcome], options: Options
-) -> None:
+def _write(body: Body, proposals: Sequence[tuple[int, Proposal]], outcomes: list[Outcome], options: Options) -> None:
     """Edit the graph; where that fails, put the untouched one back."""
     untouched = torch.fx.Graph()
     output = untouched.graph_copy(body.module.graph, {}, return_output_node=True)

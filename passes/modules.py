@@ -22,7 +22,7 @@ class Body:
 
 
 def bodies(module: torch.fx.GraphModule) -> Iterator[Body]:
-    """``module`` and its bodies, each once, innermost last. A body that several nodes share has the names of the first."""
+    """``module`` and its bodies, each once, innermost last. A body that several nodes share has the first's names."""
     outer = [n for n in module.graph.nodes if n.op == "placeholder"]
     names = {n: name for n in outer if (name := parameter_name(n)) is not None}
     yield from _walk(Body(module, names, {n: n for n in outer}), set())
@@ -51,14 +51,10 @@ def _child(module: torch.fx.GraphModule, arg: object) -> torch.fx.GraphModule | 
 
 def _enter(body: Body, call: torch.fx.Node, child: torch.fx.GraphModule) -> Body:
     """The body ``child`` that ``call`` runs: its inputs are the call's operands, in order."""
-    operands = [
-        a for a in call.args if not isinstance(a, str) and _child(body.module, a) is None
-    ]
+    operands = [a for a in call.args if not isinstance(a, str) and _child(body.module, a) is None]
     placeholders = [n for n in child.graph.nodes if n.op == "placeholder"]
     pairs = [
-        (inner, outer)
-        for inner, outer in zip(placeholders, operands, strict=False)
-        if isinstance(outer, torch.fx.Node)
+        (inner, outer) for inner, outer in zip(placeholders, operands, strict=False) if isinstance(outer, torch.fx.Node)
     ]
     return Body(
         child,

@@ -17,7 +17,7 @@ from .dispatch import Axes, Order, counted_ids, first, slot_ids, tokens_of_rows,
 from .refusal import Refused, describe, require
 from .runner import Unsupported
 from .shadow import Shadow
-from .values import Dim, Table, Value
+from .values import Dim, Table, Value, dim
 from .window import Window, example
 
 
@@ -27,7 +27,7 @@ class Operand:
 
     node: torch.fx.Node
     cast: torch.dtype | None = None
-    reshape: tuple[int, ...] | None = None
+    reshape: tuple[int, ...] | None = None  #: -1 for the rest
 
     @property
     def requires_grad(self) -> bool:
@@ -78,9 +78,7 @@ class _Region:
     bias2: Value | None
 
 
-def recognise(
-    window: Window, blocked: dict[torch.fx.Node, bool], autocasts: Sequence[torch.fx.Node]
-) -> Match | Reject:
+def recognise(window: Window, blocked: dict[torch.fx.Node, bool], autocasts: Sequence[torch.fx.Node]) -> Match | Reject:
     """The proof that ``window`` holds a Mixture-of-Experts region, or a Reject that names the first step that failed.
 
     ``blocked`` has True for the nodes that run with gradients switched off by the graph itself.
@@ -110,11 +108,12 @@ def _prove(out: Value, table: Table) -> _Region:
     """Every step from ``out`` [T, H] back to tokens, choice, weights and parameters."""
     shape = combine.outer(out)
     require(
-        out.op != "cast" or _bits(out.dtype) <= _bits(shape.slots.dtype), "combine", "the sum is cast to a wider dtype", out
+        out.op != "cast" or _bits(out.dtype) <= _bits(shape.slots.dtype),
+        "combine",
+        "the sum is cast to a wider dtype",
+        out,
     )
     tokens, top_k, _ = shape.slots.shape
-    require(isinstance(top_k, int), "combine", f"the number of experts a token, {top_k}, is not fixed", shape.slots)
-    assert isinstance(top_k, int)
     axes = Axes(tokens, top_k, 0, tokens * top_k, table)
     found = combine.combined(shape, axes)
     rows, order = found.rows, found.order
@@ -152,7 +151,9 @@ def _prove(out: Value, table: Table) -> _Region:
         f"up is in {up.weight.dtype}, down in {down.weight.dtype}",
         boundary,
     )
-    require(gate.hidden.dtype is product_dtype, "dtype", f"the up projection is widened to {gate.hidden.dtype}", boundary)
+    require(
+        gate.hidden.dtype is product_dtype, "dtype", f"the up projection is widened to {gate.hidden.dtype}", boundary
+    )
     weight_dtype = found.weights.dtype
     return _Region(
         axes=axes,
@@ -188,9 +189,7 @@ def _ids(up: experts.ExpertMatmul, down: experts.ExpertMatmul, order: Order, axe
             assert product.ids is not None
             found.append(slot_ids(product.ids, order, axes))
     require(found[0] is found[1], "experts-index", "up and down pick experts by different ids", down.rows)
-    require(
-        up.groups is down.groups, "experts-index", "up and down are grouped by different offsets", down.rows
-    )
+    require(up.groups is down.groups, "experts-index", "up and down are grouped by different offsets", down.rows)
     require(found[0].shape == (axes.slots,), "experts-index", f"not one expert a slot: {describe(found[0])}", found[0])
     return found[0]
 
@@ -217,8 +216,11 @@ def _match(window: Window, seen: Shadow, end: torch.fx.Node, region: _Region) ->
     x = _operand(seen, region.x, region.up.weight.dtype, None)
     idx = _operand(seen, region.ids, None, (-1, axes.top_k))
     weights = None if region.weights is None else _operand(seen, region.weights, None, (-1, axes.top_k))
+    top_k = axes.top_k if isinstance(axes.top_k, int) else 0
     w1, w2 = (_operand(seen, m.weight, m.weight.dtype, None) for m in (region.up, region.down))
-    b1, b2 = (None if b is None else _operand(seen, b, region.up.weight.dtype, None) for b in (region.bias1, region.bias2))
+    b1, b2 = (
+        None if b is None else _operand(seen, b, region.up.weight.dtype, None) for b in (region.bias1, region.bias2)
+    )
     named = {
         Grad.X: x, Grad.WEIGHTS: weights, Grad.W1: w1, Grad.B1: b1, Grad.W2: w2, Grad.B2: b2
     }  # fmt: skip
@@ -227,7 +229,7 @@ def _match(window: Window, seen: Shadow, end: torch.fx.Node, region: _Region) ->
     spec = MoESpec(
         ops=ExpertsSpec(
             experts=axes.experts,
-            top_k=axes.top_k,
+            top_k=top_k,
             activation=activation.name_of(region.gate.expr),
             halves=region.gate.halves,
             w1=region.up.layout,
@@ -238,6 +240,7 @@ def _match(window: Window, seen: Shadow, end: torch.fx.Node, region: _Region) ->
             out_dtype=region.out_dtype,
         ),
         tokens=sympy.sympify(axes.tokens),
+        top_k=sympy.sympify(axes.top_k),
         hidden=_fixed(region.up.weight.shape[2 if region.up.layout is Layout.OUT_IN else 1]),
         inter=_fixed(region.down.weight.shape[2 if region.down.layout is Layout.OUT_IN else 1]),
         out_hidden=_fixed(region.down.width),
@@ -258,23 +261,30 @@ def _fixed(size: Dim) -> int:
     return size
 
 
-def _operand(seen: Shadow, value: Value, dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> Operand:
+def _operand(seen: Shadow, value: Value, dtype: torch.dtype | None, shape: tuple[Dim, ...] | None) -> Operand:
     """The node that holds ``value``, or what it is a cast or reshape of; ``dtype`` and ``shape`` are what is wanted."""
     wanted = dtype if dtype is not None else value.dtype
+    nearest: torch.fx.Node | None = None
+    below = value
     while True:
-        node = seen.carrier(value)
+        node = seen.carrier(below)
         if node is not None:
             held = example(node)
             assert held is not None
-            fits = shape is None or (held.dim() == len(shape) and held.shape[-1] == shape[-1])
-            return Operand(node, None if held.dtype is wanted else wanted, None if fits else shape)
-        if value.op == "reshape":
-            if shape is None:
-                require(all(isinstance(s, int) for s in value.shape), "operand", "no node holds an operand", value)
-                shape = value.shape  # type: ignore[assignment]
-        elif value.op != "cast":
-            raise Refused("operand", f"no node holds {describe(value)} where the region ends", value)
-        value = first(value)
+            if shape is None or (held.dim() == len(shape) and dim(held.shape[-1]) == shape[-1]):
+                return Operand(node, None if held.dtype is wanted else wanted)
+            nearest = nearest or node
+        if below.op == "reshape":
+            shape = below.shape if shape is None else shape
+        elif below.op != "cast" or nearest is not None:
+            break
+        below = first(below)
+    require(nearest is not None, "operand", f"no node holds {describe(below)} where the region ends", below)
+    assert nearest is not None and shape is not None
+    require(all(isinstance(s, int) for s in shape), "operand", f"no node holds {describe(below)} as [T, K]", value)
+    held = example(nearest)
+    assert held is not None
+    return Operand(nearest, None if held.dtype is wanted else wanted, tuple(s for s in shape if isinstance(s, int)))
 
 
 def _symbolic(seen: Shadow, window: Window, constant: sympy.Expr) -> torch.fx.Node:
@@ -302,9 +312,7 @@ def _interior(window: Window, seen: Shadow, end: torch.fx.Node) -> frozenset[tor
                 stack.append(user)
     interior = above & below
     storages = frozenset().union(*(seen.storages.get(n, frozenset()) for n in interior if n is not end))
-    inplace = {
-        n for n in below - interior if not n.users and (own := seen.storages.get(n)) and own <= storages
-    }
+    inplace = {n for n in below - interior if not n.users and (own := seen.storages.get(n)) and own <= storages}
     for node in interior - {end}:
         for user in node.users:
             if user not in interior and user not in inplace and not _is_dead(user):

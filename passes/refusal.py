@@ -13,8 +13,8 @@ class Refused(Exception):
         self.code, self.why, self.at = code, why, at
 
 
-def require(fact: bool, code: str, why: str, at: Value | None = None) -> None:
-    """Refuse unless ``fact`` is proved."""
+def require(fact: object, code: str, why: str, at: Value | None = None) -> None:
+    """Refuse unless ``fact`` holds."""
     if not fact:
         raise Refused(code, why, at)
 

@@ -39,7 +39,9 @@ def _emit(graph: torch.fx.Graph, match: Match, plan: str, *, recompute_all: bool
     if match.spec.training and not recompute_all:
         routed = graph.call_function(torch.ops.megamoe.route_metadata.default, (idx, *tail))
         order, inverse, offsets = (_item(graph, routed, i) for i in range(3))
-        up = graph.call_function(torch.ops.megamoe.experts_up.default, (x, order, inverse, offsets, w1, b1, consts, *tail))
+        up = graph.call_function(
+            torch.ops.megamoe.experts_up.default, (x, order, inverse, offsets, w1, b1, consts, *tail)
+        )
         a, h = _item(graph, up, 0), _item(graph, up, 1)
         out = graph.call_function(
             torch.ops.megamoe.experts_down.default, (a, h, order, inverse, offsets, weights, w2, b2, consts, *tail)

@@ -67,7 +67,9 @@ def _linear_above(node: torch.fx.Node) -> torch.fx.Node | None:
 
 def _has_weight(linear: torch.fx.Node) -> bool:
     rows = _rows(linear)
-    return isinstance(rows, int) and 1 < rows <= MAX_EXPERTS and any(_is_parameter(n) for n in linear.all_input_nodes[1:])
+    return (
+        isinstance(rows, int) and 1 < rows <= MAX_EXPERTS and any(_is_parameter(n) for n in linear.all_input_nodes[1:])
+    )
 
 
 def _rows(linear: torch.fx.Node) -> object:

@@ -39,7 +39,7 @@ class _Tracked:
     children: list[_Tracked] = field(default_factory=list)
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):
     """Names every tensor that passes by with a value of ``table``."""
 
     def __init__(self, table: Table) -> None:
@@ -53,7 +53,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def track(self, tensor: torch.Tensor, value: Value, view: aten.View | None = None) -> None:
         """Bind ``value`` to ``tensor``; ``view`` says of which tensor it is a view."""
         entry = _Tracked(tensor, value)
-        if view is not None and (parent := self._tracked.get(id(view.base))) and _storage(tensor) == _storage(view.base):
+        if (
+            view is not None
+            and (parent := self._tracked.get(id(view.base)))
+            and _storage(tensor) == _storage(view.base)
+        ):
             entry.parent, entry.derive, entry.invert = parent, view.derive, view.invert
             parent.children.append(entry)
         self._tracked[id(tensor)] = entry
@@ -189,7 +193,8 @@ def run(
     blocked: Callable[[torch.fx.Node], bool],
     autocasts: Sequence[torch.fx.Node] = (),
 ) -> Shadow:
-    """Run ``nodes``, in order, on the example values of ``leaves``, inside the autocast regions that ``autocasts`` open.
+    """Run ``nodes``, in order, on the example values of ``leaves``, inside the autocast regions that
+    ``autocasts`` open.
 
     Raises NeedsGuard where a guard would be needed and Unsupported where an operation cannot run on fake tensors.
     """

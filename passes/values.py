@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 import sympy
 import torch
 
-Dim = Union[int, sympy.Expr]
-Scalar = Union[int, float, bool, sympy.Expr]
-Arg = Union["Value", Scalar, torch.dtype, str, None, tuple["Arg", ...]]
+Dim: TypeAlias = "int | sympy.Expr"
+Scalar: TypeAlias = "int | float | bool | sympy.Expr"
+Arg: TypeAlias = "Value | Scalar | torch.dtype | str | None | tuple[Arg, ...]"
 
 
 def dim(size: int | torch.SymInt) -> Dim:

@@ -23,9 +23,9 @@ GROUPED = frozenset({"_grouped_mm", "grouped_mm", "grouped_mm_fallback"})
 BATCHED = frozenset({"bmm", "matmul", "baddbmm"})
 #: Calls that only move rows or elements, or gather and mask rows: looked through on the way up to x, idx and weights.
 MOVES = frozenset(
-    "view reshape flatten unflatten unsqueeze squeeze expand expand_as contiguous clone to type float bfloat16 half double"
-    " type_as transpose permute t swapaxes mT T chunk split getitem select narrow index_select gather take masked_fill"
-    " masked_fill_ repeat_interleave setitem index_put index_put_ broadcast_to getattr".split()
+    "view reshape flatten unflatten unsqueeze squeeze expand expand_as contiguous clone to type float bfloat16 half"
+    " double type_as transpose permute t swapaxes mT T chunk split getitem select narrow index_select gather take"
+    " masked_fill masked_fill_ repeat_interleave setitem index_put index_put_ broadcast_to getattr".split()
 )
 #: How many nodes the ways from one expert matmul to the other, and from there to the sum, may have.
 REACH = 96
@@ -141,7 +141,9 @@ def _window(
 ) -> Window | Reject:
     ends = _ends(down)
     if not ends:
-        return Reject(where(down), "combine", "the rows of the second expert matmul are not summed over a token's experts")
+        return Reject(
+            where(down), "combine", "the rows of the second expert matmul are not summed over a token's experts"
+        )
     last = max(map(position.__getitem__, ends))
     inner = _descendants(up, position, last)
     first = min(map(position.__getitem__, _needed(ends, inner)))
@@ -184,9 +186,7 @@ def _drops_an_axis(node: torch.fx.Node) -> bool:
     return before is not None and after is not None and before.dim() == after.dim() + 1 == 3
 
 
-def _descendants(
-    up: torch.fx.Node, position: dict[torch.fx.Node, int], last: int
-) -> set[torch.fx.Node]:
+def _descendants(up: torch.fx.Node, position: dict[torch.fx.Node, int], last: int) -> set[torch.fx.Node]:
     inner, stack = {up}, [up]
     while stack:
         for user in stack.pop().users:

@@ -23,8 +23,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 #: Standard deviation of biases and of additive router corrections: large enough to change who is chosen.
 BIAS = 0.05
-#: The numeric check of every rewrite as well: with "first", one that passed in an earlier process is not made again, and
-#: a table would depend on the cache it was made beside.
+#: Every rewrite is checked on numbers as well: "first" would not check again what passed in an earlier process, and a
+#: table would depend on the cache that it was made beside.
 OPTIONS = {"moe.strict": True, "moe.verify": "all"}
 
 

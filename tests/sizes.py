@@ -54,8 +54,8 @@ class Size:
         }
 
 
-#: torch's grouped matmul wants rows of a multiple of 16 bytes, so eager's ``grouped_mm`` refuses the odd widths; ``uneven``
-#: has widths that it takes, and counts that are no power of two either.
+#: torch's grouped matmul wants rows of a multiple of 16 bytes, so eager's ``grouped_mm`` refuses the odd widths;
+#: ``uneven`` has widths that it takes, and counts that are no power of two either.
 SIZES: dict[str, Size] = {
     "tiny": Size(),
     "odd": Size(hidden=33, inter=19, experts=6, top_k=3, batch=1, tokens=7),

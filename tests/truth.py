@@ -3,8 +3,9 @@
 A top-k in bf16 may choose another expert than one in float64, and then every number after it differs for a reason that
 is no error. So :class:`Recorder` keeps what a run decided, and :class:`Exact` repeats it:
 
-* a decision is a floating-point operation's integer or boolean result (top-k, argmax, sort, comparisons). The values
-  that come with chosen indices are gathered from the float64 operand, so they and their gradients are exact;
+* a decision is the integer or boolean result of a floating-point operation in the forward (top-k, argmax, sort, a
+  comparison). The values that come with chosen indices are gathered from the float64 operand, so they and their
+  gradients are exact;
 * random numbers are repeated, for generators draw differently in another dtype;
 * a cast to a narrower float, or a tensor made in one, is float64: the truth rounds nowhere.
 """
@@ -40,6 +41,10 @@ def _random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
+#: Integers from floats without a choice: counts that were kept in floats.
+_COUNTS = ("aten::cumsum",)
+
+
 def _floats(tree: Any) -> bool:
     return any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves(tree))
 
@@ -48,8 +53,8 @@ def _decided(func: Any, args: Any, out: Any) -> Tensor | None:
     """The part of ``out`` that a rounding error could have made another one."""
     if _random(func):
         return out if isinstance(out, Tensor) else None
-    if not _floats(args):
-        return None
+    if torch._C._current_autograd_node() is not None or func.name() in _COUNTS or not _floats(args):
+        return None  # a backward follows from its forward: its masks are of the values that were saved
     return next((t for t in tree_leaves(out) if isinstance(t, Tensor) and not t.is_floating_point()), None)
 
 
