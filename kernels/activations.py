@@ -59,6 +59,9 @@ RULES: dict[str, Rule] = {
 }
 
 
+Pull: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+
 def evaluate(text: str, g: Tensor, u: Tensor | None, consts: Sequence[float]) -> Tensor:
     """The activation ``text`` of gate ``g`` and up ``u`` (both [n, I], float32 or float64), [n, I] in their dtype.
 
@@ -68,9 +71,7 @@ def evaluate(text: str, g: Tensor, u: Tensor | None, consts: Sequence[float]) ->
     return _tensor(_values(calls, g, u, consts)[calls[-1]], g)
 
 
-def differentiate(
-    text: str, g: Tensor, u: Tensor | None, consts: Sequence[float]
-) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor | None]]]:
+def differentiate(text: str, g: Tensor, u: Tensor | None, consts: Sequence[float]) -> tuple[Tensor, Pull]:
     """The activation [n, I] and the function that takes its gradient to those of the gate and the up half (None without
     an up half). Raises as :func:`evaluate`."""
     calls = _calls(text)
@@ -79,21 +80,41 @@ def differentiate(
     def pull(grad: Tensor) -> tuple[Tensor, Tensor | None]:
         grads: dict[Expr, Tensor] = {calls[-1]: grad}
         for call in reversed(calls):
-            upstream = grads.pop(call, None)
-            if upstream is None or not isinstance(call, Call) or not isinstance(values[call], Tensor):
-                if upstream is not None:
-                    grads[call] = upstream
+            if not isinstance(call, Call) or call not in grads or not isinstance(values[call], Tensor):
                 continue
             operands = [_operand(arg, values, consts) for arg in call.args]
             for arg, operand, rule in zip(call.args, operands, RULES[call.op].grads, strict=False):
                 if isinstance(operand, Tensor):
-                    share = rule(upstream, values[call], *operands)
+                    share = rule(grads[call], values[call], *operands)
                     grads[arg] = grads[arg] + share if arg in grads else share
-        dg = grads.get(Var("g"))
-        du = None if u is None else grads.get(Var("u"))
-        return torch.zeros_like(g) if dg is None else dg, torch.zeros_like(u) if du is None and u is not None else du
+        dg = grads.get(Var("g"), g.new_zeros(()).expand_as(g))
+        return dg, None if u is None else grads.get(Var("u"), u.new_zeros(()).expand_as(u))
 
     return _tensor(values[calls[-1]], g), pull
+
+
+def evaluate_scratch(text: str, g: Tensor, u: Tensor | None, consts: Sequence[float]) -> Tensor:
+    """:func:`evaluate` of halves that nobody reads afterwards: they may be overwritten."""
+    if text == "swiglu" and u is not None:
+        return torch.nn.functional.silu(g, inplace=True).mul_(u)
+    return evaluate(text, g, u, consts)
+
+
+def differentiate_scratch(text: str, g: Tensor, u: Tensor | None, consts: Sequence[float]) -> tuple[Tensor, Pull]:
+    """:func:`differentiate` of halves that nobody reads afterwards. The function may overwrite the halves and the
+    activation, and may return the halves themselves, holding their gradients."""
+    if text != "swiglu" or u is None:
+        return differentiate(text, g, u, consts)
+    gate = torch.nn.functional.silu(g)
+    a = gate * u
+
+    def pull(grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        dgate = torch.mul(grad, u, out=a)
+        torch.mul(grad, gate, out=u)
+        aten.silu_backward(dgate, g, grad_input=g)
+        return g, u
+
+    return a, pull
 
 
 def split(h: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor | None]:

@@ -34,8 +34,8 @@ def activate(
     """a [N, I] of h [N, W], times ``scale`` [N, 1] where given, at most ``block`` elements of h at a time."""
     a = h.new_empty(h.shape[0], inter(h, spec))
     for own in _blocks(h, block):
-        g, u = activations.split(h[own].to(accumulator(h, scale)), spec)
-        value = activations.evaluate(spec.activation, g, u, consts)
+        g, u = activations.split(h[own].to(accumulator(h, scale), copy=True), spec)
+        value = activations.evaluate_scratch(spec.activation, g, u, consts)
         a[own] = value if scale is None else value * scale[own]
     return a
 
@@ -59,21 +59,25 @@ def pull(
     row_dots = h.new_empty(h.shape[0], dtype=acc) if Grad.WEIGHTS in need else None
     scaled_a = h.new_empty(h.shape[0], inter(h, spec)) if Grad.W2 in need else None
     for own in _blocks(h, block):
-        g, u = activations.split(h[own].to(acc), spec)
-        a, back = activations.differentiate(spec.activation, g, u, consts)
-        by = 1 if scale is None else scale[own]
-        if da is not None:
-            da_own = da[own].to(acc)
-            if row_dots is not None:
-                torch.sum(da_own * a, 1, out=row_dots[own])
-            if dh is not None:
-                dg, du = activations.split(dh[own], spec)
-                g_grad, u_grad = back(da_own * by)
-                dg.copy_(g_grad)
-                if du is not None and u_grad is not None:
-                    du.copy_(u_grad)
+        scratch = h[own].to(acc, copy=True)
+        g, u = activations.split(scratch, spec)
+        a, back = activations.differentiate_scratch(spec.activation, g, u, consts)
+        by = None if scale is None else scale[own]
+        da_own = None if da is None else da[own].to(acc, copy=by is not None)
+        if row_dots is not None:
+            torch.sum(da_own * a, 1, out=row_dots[own])
         if scaled_a is not None:
-            scaled_a[own] = a * by
+            scaled_a[own] = a if by is None else a * by
+        if dh is None or da_own is None:
+            continue
+        dg, du = back(da_own if by is None else da_own.mul_(by))
+        if dg is g:
+            dh[own] = scratch
+            continue
+        halves = activations.split(dh[own], spec)
+        halves[0].copy_(dg)
+        if halves[1] is not None and du is not None:
+            halves[1].copy_(du)
     return Pulled(dh, row_dots, scaled_a)
 
 

@@ -233,3 +233,15 @@ def untraced() -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     mode: contextlib.AbstractContextManager[Any] = disable_proxy_modes_tracing()
     return mode
+
+
+@contextlib.contextmanager
+def uncached(fake_mode: Any) -> Iterator[None]:
+    """Run operations on the fake tensors of ``fake_mode`` without its cache. Putting a result with symbolic sizes into
+    the cache compares storage sizes, which asks for guards that the operation itself does not need."""
+    was = fake_mode.cache_enabled
+    fake_mode.cache_enabled = False
+    try:
+        yield
+    finally:
+        fake_mode.cache_enabled = was

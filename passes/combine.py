@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..spec import DTYPES
 from .aten import POINTWISE
 from .dispatch import SCATTERED, SORTED, Axes, Order, first, is_inverse
 from .pattern import P, match
@@ -40,6 +41,8 @@ class Shape:
 def outer(out: Value) -> Shape:
     """The sum that ``out`` [T, H], or a cast of it, is."""
     total = first(out) if out.op == "cast" else out
+    if _bits(out.dtype) > _bits(total.dtype):  # the region ends at the sum: its rounding is the model's
+        raise Refused("combine", f"the sum is widened to {out.dtype}", out)
     found = match(SUM, total)
     if found is None or len(found.slots.shape) != 3:
         raise Refused("combine", f"not a sum over a token's experts: {describe(out)}", out)
@@ -59,7 +62,8 @@ def combined(shape: Shape, axes: Axes) -> Combined:
 
 
 def _bits(dtype: torch.dtype) -> int:
-    return torch.finfo(dtype).bits
+    """How wide a float is; numbers that are no floats count as none."""
+    return torch.finfo(dtype).bits if dtype.is_floating_point else 0
 
 
 def _unpermuted(slots: Value, axes: Axes) -> Iterator[tuple[Value, Order, torch.dtype]]:
@@ -67,7 +71,7 @@ def _unpermuted(slots: Value, axes: Axes) -> Iterator[tuple[Value, Order, torch.
     leaves the rows in."""
     narrowest, order, value = slots.dtype, Order(None), slots
     while True:
-        if value.op in ("reshape", "cast"):
+        if value.op == "reshape" or (value.op == "cast" and first(value).dtype in DTYPES):
             value = first(value)
             narrowest = min(narrowest, value.dtype, key=_bits)
         elif value.op == "gather" and order.perm is None and (perm := _inverted(value, axes)) is not None:
@@ -107,15 +111,11 @@ def _weighted(rows: Value, weight: Value, order: Order, row_dtype: torch.dtype, 
     rows = _bare(rows)
     if order.perm is None and rows.op == "gather" and (perm := _inverted(rows, axes)) is not None:
         rows, inner_order = _bare(first(rows)), Order(perm)  # unpermuted before the weight
-    one_a_slot = rows.shape[0] == axes.slots or rows.shape[:2] == (axes.tokens, axes.top_k)
-    width = shape.slots.shape[-1]
-    require(
-        one_a_slot and numel(rows.shape) == axes.slots * width, "combine", f"not one row a slot: {describe(rows)}", rows
-    )
     if order.perm is not None:
         if not (weight.op == "gather" and weight.args[1] is order.perm):
             raise Refused("weights", f"the rows are sorted, but their weights are not: {describe(weight)}", weight)
         weight = first(weight)
+    require(weight.dtype in DTYPES, "weights", f"the routing weights are {weight.dtype}", weight)
     require(
         numel(weight.shape) == axes.slots,
         "weights",
@@ -127,7 +127,7 @@ def _weighted(rows: Value, weight: Value, order: Order, row_dtype: torch.dtype, 
 
 def _bare(value: Value) -> Value:
     """``value`` without reshapes, and without casts to a wider dtype."""
-    while value.op == "reshape" or (value.op == "cast" and _bits(value.dtype) > _bits(first(value).dtype)):
+    while value.op == "reshape" or (value.op == "cast" and _bits(value.dtype) > _bits(first(value).dtype) > 0):
         value = first(value)
     return value
 
@@ -146,8 +146,7 @@ def below_row_ops(rows: Value, is_product: Callable[[Value], bool]) -> Value:
             if value not in found:
                 found.append(value)
             continue
-        if value.shape[:1] != rows.shape[:1]:  # a parameter of the norm
-            require(len(value.shape) <= 1, "combine", f"work after the experts reads {describe(value)}", value)
+        if value.shape[:1] != rows.shape[:1]:  # a parameter of the norm: the same for all rows
             continue
         reduces = value.op in ("mean", "sum", "amax") and value.args[1] == (len(first(value).shape) - 1,)
         keeps_rows = value.op == "reshape" and value.shape[0] == first(value).shape[0]

@@ -27,6 +27,8 @@ SCATTERED = P.alt(
 #: x[perm // K]: row r holds token perm[r] // K.
 TOKEN_OF_SLOT = P.op("floor_divide", P.any("slots"), P.int("k"))
 COUNTS = P.op("cumsum", P.through("cast", P.op("histc", P.any("ids"), P.int("bins"), P.int("low"), P.int("high"))), 0)
+#: Dtypes that hold every expert id, and every count up to 2**24 rows.
+EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)
 #: sorted id >= E, one flag a row.
 DROPPED = P.reshaped(P.op("ge", P.any("ids"), P.int("bound")))
 
@@ -55,9 +57,6 @@ def permutation(perm: Value, axes: Axes) -> Value:
     found = match(SORTED, perm)
     if found is None:
         raise Refused("order", f"the row order is not the index of an ascending sort: {describe(perm)}", perm)
-    require(
-        found.keys.shape == (axes.slots,), "order", f"the sort is not over the T*K slots: {describe(found.keys)}", perm
-    )
     keys: Value = found.keys
     return keys
 
@@ -77,7 +76,9 @@ def tokens_of_rows(rows: Value, order: Order, axes: Axes) -> Value:
     Masks that zero dropped rows, and casts, are looked through: both act on rows.
     """
     rows = unmasked(rows, order, axes)
-    if rows.op == "cast":
+    if rows.op == "reshape" and first(rows).op == "cast":  # autocast of a matmul in three axes
+        rows = axes.table.reshape(first(first(rows)), rows.shape)
+    elif rows.op == "cast":
         rows = unmasked(first(rows), order, axes)
     if (repeated := _repeated(rows, axes)) is not None:
         require(order.perm is None, "dispatch", "tokens are repeated in slot order, but the rows are sorted", rows)
@@ -143,7 +144,7 @@ def slot_ids(ids: Value, order: Order, axes: Axes) -> Value:
     if order.perm is None:
         return ids
     keys = permutation(order.perm, axes)
-    if ids.op in ("clamp", "clamp_max") and ids.args[-1] == axes.experts - 1:
+    if _is_clamped_down(ids, axes):
         ids = first(ids)
     sorted_keys = match(P.op("sort", P.any("keys"), 0, "ascending"), ids)
     if sorted_keys is not None:
@@ -155,14 +156,27 @@ def slot_ids(ids: Value, order: Order, axes: Axes) -> Value:
     return keys
 
 
+def _is_clamped_down(ids: Value, axes: Axes) -> bool:
+    """Whether ``ids`` are ids of which those past the last expert became the last expert's."""
+    last = axes.experts - 1
+    return (ids.op == "clamp" and ids.args[1] in (None, 0) and ids.args[2] == last) or (
+        ids.op == "clamp_max" and ids.args[1] == last
+    )
+
+
 def counted_ids(offsets: Value, order: Order, axes: Axes) -> Value:
     """The ids [N] whose counts the group ``offsets`` accumulate, in slot order."""
-    found = match(COUNTS, offsets)
+    found = match(P.through("cast", COUNTS), offsets)
     if found is None:
         raise Refused(
             "offsets", f"the group offsets are not running counts of expert ids: {describe(offsets)}", offsets
         )
-    require(offsets.dtype is torch.int32, "offsets", "the group offsets are not int32", offsets)
+    step = offsets
+    while True:
+        require(step.dtype in EXACT, "offsets", f"ids or their counts are rounded to {step.dtype}", step)
+        if step.op == "histc":  # has the dtype of the ids that it counts
+            break
+        step = first(step)
     require(
         found.bins == axes.experts and found.low == 0 and found.high == axes.experts - 1,
         "offsets",
@@ -176,9 +190,6 @@ def counted_ids(offsets: Value, order: Order, axes: Axes) -> Value:
     keys = permutation(order.perm, axes)
     ids: Value = found.ids
     if ids.op == "cast":
-        require(
-            ids.dtype in (torch.float32, torch.float64, torch.int32, torch.int64), "offsets", "ids are rounded", ids
-        )
         ids = first(ids)
     if ids is keys:  # counting needs no order
         return keys
@@ -201,7 +212,6 @@ def unmasked(rows: Value, order: Order, axes: Axes) -> Value:
         )
         assert found is not None
         require(found.bound == axes.experts, "mask", f"rows of experts from {found.bound} on are masked", rows)
-        require(found.ids.op not in ("clamp", "clamp_max"), "mask", "the mask compares clamped ids", rows)
         require(order.perm is not None, "mask", "unsorted rows are masked", rows)
         slot_ids(found.ids, order, axes)
         rows = first(rows)

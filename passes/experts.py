@@ -51,7 +51,8 @@ def rows_of(value: Value) -> Value:
 def matmul(value: Value, table: Table, strip: Callable[[Value], Value]) -> ExpertMatmul:
     """The expert matmul, with its bias, whose result ``value`` is. ``strip`` takes masks off."""
     value = strip(rows_of(value))
-    bias = bias_ids = None
+    bias: Value | None = None
+    bias_ids: Value | None = None
     if value.op == "add" and len(value.args) == 2:
         for a, b in (value.args, value.args[::-1]):
             if (
@@ -61,32 +62,30 @@ def matmul(value: Value, table: Table, strip: Callable[[Value], Value]) -> Exper
                 and _is_product(strip(rows_of(a)))
             ):
                 found = rows_of(b)
-                bias, bias_ids = first(found), found.args[1]
+                bias, picked = first(found), found.args[1]
+                assert isinstance(picked, Value)
+                bias_ids = picked
+                require(value.dtype is a.dtype, "bias", f"the bias widens its product to {value.dtype}", value)
                 value = strip(rows_of(a))
                 break
     if not _is_product(value):
         raise Refused("experts", f"not the product of rows with their expert's matrix: {describe(value)}", value)
-    if bias is not None:
-        require(len(bias.shape) == 2, "bias", f"the bias is not one row an expert: {describe(bias)}", bias)
     if value.op == "grouped_mm":
         rows, weight, groups = value.args
         assert isinstance(rows, Value) and isinstance(weight, Value) and isinstance(groups, Value)
         weight, layout = _untransposed(weight, Layout.IN_OUT, table)
-        return ExpertMatmul(rows, weight, layout, groups, None, bias, bias_ids)  # type: ignore[arg-type]
+        return ExpertMatmul(rows, weight, layout, groups, None, bias, bias_ids)
     left, right = value.args
     assert isinstance(left, Value) and isinstance(right, Value)
     for rows, matrices, layout in ((left, right, Layout.IN_OUT), (right, left, Layout.OUT_IN)):
-        one = rows.shape[1] if layout is Layout.IN_OUT else rows.shape[2]
-        gathered = _gathered(matrices, table)
-        if one == 1 and gathered is not None:
-            weight, ids, turned = gathered
-            if turned:
-                layout = Layout.OUT_IN if layout is Layout.IN_OUT else Layout.IN_OUT
-            weight, layout = _untransposed(weight, layout, table)
-            flat = table.reshape(rows, (rows.shape[0], rows.shape[1] if one is not rows.shape[1] else rows.shape[2]))
-            if rows.op == "permute":
-                raise Refused("experts", "a row enters its product transposed", value)
-            return ExpertMatmul(flat, weight, layout, None, ids, bias, bias_ids)  # type: ignore[arg-type]
+        one, width = (1, 2) if layout is Layout.IN_OUT else (2, 1)  # rows are [N, 1, in] or [N, in, 1]
+        gathered = _bare(matrices)
+        if rows.shape[one] == 1 and gathered.base.op == "gather" and len(gathered.base.shape) == 3:
+            weight, ids = gathered.base.args
+            assert isinstance(weight, Value) and isinstance(ids, Value)
+            weight, layout = _untransposed(weight, _turned(layout) if gathered.turned else layout, table)
+            flat = table.reshape(rows, (rows.shape[0], rows.shape[width]))
+            return ExpertMatmul(flat, table.cast(weight, matrices.dtype), layout, None, ids, bias, bias_ids)
     raise Refused("experts", f"not the product of rows with their expert's matrix: {describe(value)}", value)
 
 
@@ -94,35 +93,30 @@ def _is_product(value: Value) -> bool:
     return value.op in ("grouped_mm", "bmm")
 
 
-def _gathered(matrices: Value, table: Table) -> tuple[Value, Value, bool] | None:
-    """(weight, ids, whether each matrix is turned) where ``matrices`` is weight[ids]. A cast of the gathered matrices
-    is a cast of the weight."""
-    turned, dtype = False, matrices.dtype
-    while matrices.op in ("permute", "cast"):
-        if matrices.op == "permute":
-            if matrices.args[1] != (0, 2, 1):
-                return None
-            turned = not turned
+@dataclass(frozen=True, slots=True)
+class _Bare:
+    """Matrices without transposes around them and without one cast: a second one would round on purpose."""
+
+    base: Value
+    turned: bool
+
+
+def _bare(matrices: Value) -> _Bare:
+    turned = cast = False
+    while (matrices.op == "cast" and not cast) or (matrices.op == "permute" and matrices.args[1] == (0, 2, 1)):
+        cast, turned = cast or matrices.op == "cast", turned ^ (matrices.op == "permute")
         matrices = first(matrices)
-    if matrices.op != "gather" or len(matrices.shape) != 3:
-        return None
-    weight, ids = matrices.args
-    assert isinstance(weight, Value) and isinstance(ids, Value)
-    return table.cast(weight, dtype), ids, turned
+    return _Bare(matrices, turned)
+
+
+def _turned(layout: Layout) -> Layout:
+    return Layout.OUT_IN if layout is Layout.IN_OUT else Layout.IN_OUT
 
 
 def _untransposed(weight: Value, layout: Layout, table: Table) -> tuple[Value, Layout]:
     """The parameter itself where the product reads its transpose, so that its gradient has the parameter's layout."""
-    dtype, turned = weight.dtype, False
-    while weight.op in ("permute", "cast"):
-        if weight.op == "permute":
-            if weight.args[1] != (0, 2, 1):
-                break
-            turned = not turned
-        weight = first(weight)
-    if turned:
-        layout = Layout.OUT_IN if layout is Layout.IN_OUT else Layout.IN_OUT
-    return table.cast(weight, dtype), layout
+    bare = _bare(weight)
+    return table.cast(bare.base, weight.dtype), _turned(layout) if bare.turned else layout
 
 
 def bias_of(product: ExpertMatmul, ids: Value, order: Order, axes: Axes) -> Value | None:
@@ -158,7 +152,6 @@ _UNARY = {
     "neg", "exp", "log", "log1p", "sqrt", "rsqrt", "abs", "square", "sigmoid", "tanh", "erf", "relu", "silu",
 }  # fmt: skip
 _BINARY = {"add", "sub", "mul", "div"}
-_WIDE = (torch.float32, torch.float64)
 
 
 class GateReader:
@@ -218,7 +211,6 @@ class GateReader:
         low, high = {"clamp_min": (*bounds, None), "clamp_max": (None, *bounds)}.get(value.op, (*bounds, None))[:2]
         for op, bound in (("clamp_min", low), ("clamp_max", high)):
             if bound is not None:
-                require(not isinstance(bound, Value), "activation", "a clamp bound is a tensor", value)
                 out = Call(op, (out, self._operand(bound)))
         return out
 
@@ -236,9 +228,10 @@ class GateReader:
     def _check_width(self, value: Value) -> None:
         """A value narrower than the up projection's result rounds on purpose, and the kernels would not."""
         require(
-            value.dtype is self._hidden.dtype or (value.dtype in _WIDE and self._hidden.dtype is not torch.float64),
+            value.dtype is self._hidden.dtype
+            or (value.dtype is torch.float32 and self._hidden.dtype is not torch.float64),
             "activation",
-            f"the activation rounds to {value.dtype} inside",
+            f"the activation is in {value.dtype} inside, the experts in {self._hidden.dtype}",
             value,
         )
 

@@ -13,7 +13,7 @@ from .. import policy
 from ..options import OptionError, Options, Recompute
 from ..report import Fused, Outcome, Reject
 from ..source import where
-from . import routers, selective, window
+from . import functions, routers, selective, window
 from .modules import Body, bodies
 from .recognise import Match
 from .recogniser import Recogniser
@@ -46,9 +46,17 @@ def fuse(module: torch.fx.GraphModule, options: Options, verify: Verify) -> list
     """
     recogniser = Recogniser()
     outcomes: list[Outcome] = []
-    for body in bodies(module):
-        outcomes.extend(_fuse_body(body, options, verify, recogniser))
-    selective.carry(module)
+    try:
+        for body in bodies(module):
+            functions.drop_unread_outputs(body.module)
+            outcomes.extend(_fuse_body(body, options, verify, recogniser))
+        selective.carry(module)
+    except OptionError:
+        raise
+    except Exception as e:
+        if options.strict:
+            raise
+        outcomes.append(_internal(next(iter(module.graph.nodes)), e))
     return outcomes
 
 

@@ -34,13 +34,14 @@ def _walk(body: Body, seen: set[int]) -> Iterator[Body]:
         if node.op != "call_function":
             continue
         for arg in node.args:
-            child = _child(body.module, arg)
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                yield from _walk(_enter(body, node, child), seen)
+            inner = child(body.module, arg)
+            if inner is not None and id(inner) not in seen:
+                seen.add(id(inner))
+                yield from _walk(_enter(body, node, inner), seen)
 
 
-def _child(module: torch.fx.GraphModule, arg: object) -> torch.fx.GraphModule | None:
+def child(module: torch.fx.GraphModule, arg: object) -> torch.fx.GraphModule | None:
+    """The body that ``arg``, an argument of a node of ``module``, names; None where it is something else."""
     if isinstance(arg, torch.fx.Node) and arg.op == "get_attr":
         held = module
         for part in str(arg.target).split("."):
@@ -49,15 +50,15 @@ def _child(module: torch.fx.GraphModule, arg: object) -> torch.fx.GraphModule | 
     return None
 
 
-def _enter(body: Body, call: torch.fx.Node, child: torch.fx.GraphModule) -> Body:
-    """The body ``child`` that ``call`` runs: its inputs are the call's operands, in order."""
-    operands = [a for a in call.args if not isinstance(a, str) and _child(body.module, a) is None]
-    placeholders = [n for n in child.graph.nodes if n.op == "placeholder"]
+def _enter(body: Body, call: torch.fx.Node, module: torch.fx.GraphModule) -> Body:
+    """The body ``module`` that ``call`` runs: its inputs are the call's operands, in order."""
+    operands = [a for a in call.args if not isinstance(a, str) and child(body.module, a) is None]
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     pairs = [
         (inner, outer) for inner, outer in zip(placeholders, operands, strict=False) if isinstance(outer, torch.fx.Node)
     ]
     return Body(
-        child,
+        module,
         {inner: body.names[outer] for inner, outer in pairs if outer in body.names},
         {inner: body.inputs[outer] for inner, outer in pairs if outer in body.inputs},
     )

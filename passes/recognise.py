@@ -107,52 +107,49 @@ def recognise(window: Window, blocked: dict[torch.fx.Node, bool], autocasts: Seq
 def _prove(out: Value, table: Table) -> _Region:
     """Every step from ``out`` [T, H] back to tokens, choice, weights and parameters."""
     shape = combine.outer(out)
-    require(
-        out.op != "cast" or _bits(out.dtype) <= _bits(shape.slots.dtype),
-        "combine",
-        "the sum is cast to a wider dtype",
-        out,
-    )
     tokens, top_k, _ = shape.slots.shape
     axes = Axes(tokens, top_k, 0, tokens * top_k, table)
     found = combine.combined(shape, axes)
     rows, order = found.rows, found.order
 
-    def bare(value: Value) -> Value:
-        """Without masks, whatever they compare: they are proved once the number of experts is known."""
+    masks: list[Value] = []
+
+    def unmask(value: Value) -> Value:
+        """Without masks; they are proved once the number of experts is known."""
         while value.op == "masked_fill":
+            masks.append(value)
             value = first(value)
         return value
 
     def is_product(value: Value) -> bool:
+        known = len(masks)
         try:
-            experts.matmul(value, table, bare)
+            experts.matmul(value, table, unmask)
         except Refused:
             return False
+        finally:
+            del masks[known:]
         return True
 
     boundary = rows if is_product(rows) else combine.below_row_ops(rows, is_product)
     normed = boundary is not rows
-    down = experts.matmul(boundary, table, bare)
+    down = experts.matmul(boundary, table, unmask)
     require(isinstance(down.experts, int), "experts", f"the number of experts, {down.experts}, is not fixed", boundary)
     assert isinstance(down.experts, int)
     axes = Axes(tokens, top_k, down.experts, axes.slots, table)
     gate = experts.gate(down.rows, is_product)
-    up = experts.matmul(gate.hidden, table, bare)
+    up = experts.matmul(gate.hidden, table, unmask)
     require(up.experts == down.experts, "experts", f"up has {up.experts} experts, down {down.experts}", boundary)
     ids = _ids(up, down, order, axes)
     x = tokens_of_rows(up.rows, order, axes)
-    for value in (rows, boundary, gate.hidden):
-        unmasked(experts.rows_of(value), order, axes)
-    product_dtype = experts.rows_of(bare(gate.hidden)).dtype
+    for mask in masks:
+        unmasked(mask, order, axes)
+    product_dtype = gate.hidden.dtype
     require(
         up.weight.dtype is product_dtype and down.weight.dtype is product_dtype,
         "dtype",
         f"up is in {up.weight.dtype}, down in {down.weight.dtype}",
         boundary,
-    )
-    require(
-        gate.hidden.dtype is product_dtype, "dtype", f"the up projection is widened to {gate.hidden.dtype}", boundary
     )
     weight_dtype = found.weights.dtype
     return _Region(
@@ -189,13 +186,12 @@ def _ids(up: experts.ExpertMatmul, down: experts.ExpertMatmul, order: Order, axe
             assert product.ids is not None
             found.append(slot_ids(product.ids, order, axes))
     require(found[0] is found[1], "experts-index", "up and down pick experts by different ids", down.rows)
-    require(up.groups is down.groups, "experts-index", "up and down are grouped by different offsets", down.rows)
     require(found[0].shape == (axes.slots,), "experts-index", f"not one expert a slot: {describe(found[0])}", found[0])
+    require(found[0].dtype in _INDEX, "experts-index", f"expert ids are {found[0].dtype}", found[0])
     return found[0]
 
 
-def _bits(dtype: torch.dtype) -> int:
-    return torch.finfo(dtype).bits
+_INDEX = (torch.int64, torch.int32)
 
 
 def _match(window: Window, seen: Shadow, end: torch.fx.Node, region: _Region) -> Match:
@@ -205,7 +201,7 @@ def _match(window: Window, seen: Shadow, end: torch.fx.Node, region: _Region) ->
     target = end
     if normed:
         held = [n for n, value in seen.ran.items() if value is region.rows and n in window.nodes]
-        require(bool(held), "combine", "no node holds the rows of the down projection", region.rows)
+        assert held  # the node that computed them does
         target = held[0] if example(held[0]).dim() == 2 else held[-1]  # type: ignore[union-attr]
     interior = _interior(window, seen, target)
     if normed and region.perm is not None:
@@ -321,5 +317,6 @@ def _interior(window: Window, seen: Shadow, end: torch.fx.Node) -> frozenset[tor
 
 
 def _is_dead(node: torch.fx.Node) -> bool:
-    """Whether nothing comes of ``node``: views and values that nobody reads."""
-    return not node.is_impure() and node.op != "output" and all(map(_is_dead, node.users))
+    """Whether nothing comes of ``node``: a value that is written nowhere and that nobody reads."""
+    computes = isinstance(node.meta.get("example_value"), (torch.Tensor, tuple, list))
+    return computes and not shadow.writes(node) and all(map(_is_dead, node.users))

@@ -30,7 +30,9 @@ class Recogniser:
     ) -> Match | Reject:
         """The proof of ``window``; ``modes`` as :func:`~.window.modes` gives them."""
         first = modes[window.nodes[0]]
-        blocked = {n: modes[n][0] is False for n in window.nodes}
+        # where the sum itself has gradients off, the whole region has, and nothing inside is cut off by surprise
+        graded = modes[window.ends[-1]][0] is not False
+        blocked = {n: graded and modes[n][0] is False for n in window.nodes}
         everything = [*window.leaves, *window.nodes]
         place = {n: i for i, n in enumerate(everything)}
         key = _key(window, place, blocked, first[1])

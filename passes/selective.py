@@ -51,7 +51,7 @@ def _overload(node: torch.fx.Node) -> torch._ops.OpOverload:
     if isinstance(target, torch._ops.OpOverload):
         return target
     if isinstance(target, torch._ops.OpOverloadPacket):
-        return target.default  # type: ignore[no-any-return]
+        return target.default
     name = name_of(node)
     return {
         "_grouped_mm": torch.ops.aten._grouped_mm.default,

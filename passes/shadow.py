@@ -209,6 +209,10 @@ def run(
         stack.enter_context(_torch.tracing_detached())
         stack.enter_context(torch.no_grad())
         stack.enter_context(_torch.no_new_guards(fake_mode.shape_env, NeedsGuard))
+        if any(
+            isinstance(s, torch.SymInt) for leaf in leaves for s in getattr(leaf.meta.get("example_value"), "shape", ())
+        ):
+            stack.enter_context(_torch.uncached(fake_mode))
         stack.enter_context(fake_mode)
         for leaf in leaves:
             table.at = leaf
@@ -253,11 +257,12 @@ def _require_functional(node: torch.fx.Node) -> None:
             continue
         inputs = {_example_storage(n) for n in module.graph.nodes if n.op == "placeholder"}
         for inner in module.graph.nodes:
-            if _writes(inner) and any(_example_storage(n) in inputs | {None} for n in inner.all_input_nodes[:1]):
+            if writes(inner) and any(_example_storage(n) in inputs | {None} for n in inner.all_input_nodes[:1]):
                 raise Unsupported(f"a body of {node.name} may write into its inputs ({inner.name})")
 
 
-def _writes(node: torch.fx.Node) -> bool:
+def writes(node: torch.fx.Node) -> bool:
+    """Whether ``node`` is an in-place operation."""
     if node.op not in ("call_function", "call_method"):
         return False
     if isinstance(node.target, torch._ops.OpOverload):

@@ -112,6 +112,9 @@ class Table:
             v = _value(v.args[0])
         if dims == tuple(range(len(dims))):
             return v
+        moved = [d for d in dims if v.shape[d] != 1]
+        if moved == sorted(moved):  # only axes of size one change places
+            return self.reshape(v, [v.shape[d] for d in dims])
         return self.make("permute", (v, dims), [v.shape[d] for d in dims], v.dtype)
 
     def expand(self, v: Value, shape: Sequence[Dim]) -> Value:

@@ -110,10 +110,11 @@ def _compare(proposal: Proposal, inputs: dict[torch.fx.Node, Any], bound: float)
                 if graph is becomes:
                     return {f"an error ({type(e).__name__}: {e})": float("nan")}
                 raise Unverifiable(f"the region could not run alone ({type(e).__name__}: {e})") from e
-        worst = _differences(*outs)
+        worst = _differences(outs[0], outs[1])
         if grads and not all(error <= bound for error in worst.values()):
             torch.manual_seed(1)
-            worst = _differences(*outs, _run(was, leaves, proposal.autocasts, backward=True, scale=3.0))
+            again = _run(was, leaves, proposal.autocasts, backward=True, scale=3.0)
+            worst = _differences(outs[0], outs[1], again)
     return worst
 
 

@@ -85,17 +85,10 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return asdict(self.cell) | {
-            "mode": self.cell.mode.value,
-            "status": self.status.value,
-            "fused": self.fused,
-            "compiles": self.compiles,
-            "code": self.code,
-            "why": self.why,
-            "bound_used": round(self.used, 3),
-            "worst": self.worst,
-            "seconds": round(self.seconds, 2),
-        }
+        place = {k: v for k, v in asdict(self.cell).items() if k not in ("size", "seed")}  # the same in every cell
+        found = {"status": self.status.value, "fused": self.fused, "compiles": self.compiles}
+        why = {} if self.status is Status.FUSED else {"code": self.code, "why": self.why}
+        return place | {"mode": self.cell.mode.value} | found | {"bound_used": round(self.used, 3)} | why
 
 
 Inner = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]

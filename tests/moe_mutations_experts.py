@@ -52,7 +52,7 @@ def weighted_twice(m: Block, c: Flow) -> None:
     c.z = c.z * (c.wg if m.c.grouped else c.w.reshape(-1)).unsqueeze(-1)
 
 
-@mutation(after="rows", attacks="weight", forms=BATCHED)
+@mutation(after="rows", attacks="weight", forms=BATCHED, needs=several)
 def weight_on_input(m: Block, c: Flow) -> None:
     c.xs = c.xs * c.w.reshape(-1, 1).to(c.xs.dtype)
 
@@ -87,7 +87,7 @@ def mean_over_slots(m: Block, c: Flow) -> None:
     c.out = c.z.view(c.x.shape[0], m.k, -1).mean(dim=1).to(c.x.dtype)
 
 
-@mutation("combine", attacks="combine", needs=several)
+@mutation("combine", attacks="combine", needs=lambda c: several(c) and c.shared != "inplace")  # amax saves its result
 def max_over_slots(m: Block, c: Flow) -> None:
     c.out = c.z.view(c.x.shape[0], m.k, -1).amax(dim=1).to(c.x.dtype)
 
@@ -185,7 +185,7 @@ def detached_inside(m: Block, c: Flow) -> None:
     c.a = c.a.detach()
 
 
-@mutation(after="rows", attacks="gradient", forms=(*PLAIN, *BATCHED))
+@mutation(after="rows", attacks="gradient", forms=(*PLAIN, *BATCHED), needs=several)
 def rows_detached(m: Block, c: Flow) -> None:
     c.xs = c.xs.detach()
 

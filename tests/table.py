@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import logging
 import multiprocessing
 import sys
@@ -113,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _write(out: Path, head: Header, table: Sequence[Result], rest: Sequence[Result], absent: Sequence[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    (out / "support.json").write_text(json.dumps(as_json(head, table, rest, absent), indent=1) + "\n")
+    (out / "support.json").write_text(as_json(head, table, rest, absent))
     (out / "support.md").write_text(as_markdown(head, table, rest, absent))
     print(f"written: {out / 'support.md'} and support.json", file=sys.stderr)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -118,13 +119,19 @@ def _outside(r: Result) -> str:
     return f"not in this form, {_reason(r)}"
 
 
-def as_json(head: Header, table: Sequence[Result], rest: Sequence[Result], absent: Sequence[str]) -> dict[str, Any]:
-    """Plain values: the header, every cell, and what the page lists."""
-    return {
+def as_json(head: Header, table: Sequence[Result], rest: Sequence[Result], absent: Sequence[str]) -> str:
+    """The header, every cell and what the page lists; one line a cell, so that two tables compare line by line."""
+    first = (table or rest)[0].cell
+    values: dict[str, Any] = {
         "version": 1,
         **asdict(head),
+        "size": {"name": first.size, **asdict(SIZES[first.size])},
+        "seed": first.seed,
         "counts": dict(Counter(r.status.value for r in table)),
-        "cells": [r.as_dict() for r in table],
-        "other_forms": [r.as_dict() for r in rest],
         "absent": list(absent),
     }
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
+    for key, results in (("other_forms", rest), ("cells", table)):
+        rows = ",\n".join(json.dumps(r.as_dict()) for r in results)
+        lines.append(f'"{key}": [\n{rows}\n]')
+    return "{\n" + ",\n".join(lines) + "\n}\n"

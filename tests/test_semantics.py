@@ -184,13 +184,14 @@ def test_low_rank_weights_computed_in_the_graph(form, frozen):
     assert (grads[f"{weight}.original"] is None) == frozen and grads[f"{weight}.0.a"] is not None
 
 
-@pytest.mark.parametrize("part", ["experts", "gate", "up", "input", "all but the gate"])
+@pytest.mark.parametrize("part", ["experts", "gate", "gate and input", "up", "input", "all but the gate"])
 def test_frozen_parts_skip_their_kernels(kernels, part):
     model, x = models.Residual(), models.rows(1, 7, HIDDEN)
     block = model.blocks[0]
     frozen = {
         "experts": [*block.experts.parameters()],
         "gate": [*block.gate.parameters()],
+        "gate and input": [*block.gate.parameters(), x],
         "up": [block.experts.gate_up_proj],
         "input": [x],
         "all but the gate": [*block.experts.parameters(), x],
@@ -204,7 +205,8 @@ def test_frozen_parts_skip_their_kernels(kernels, part):
     assert not report().refused
     assert dict(kernels[2:]) == {
         "experts": {"down_backward": "x,weights", "up_backward": "x"},
-        "gate": {"down_backward": "x,w2", "up_backward": "x,w1"},
+        "gate": {"down_backward": "x,weights,w2", "up_backward": "x,w1"},  # the weights follow from x too
+        "gate and input": {"down_backward": "x,w2", "up_backward": "w1"},
         "up": {"down_backward": "x,weights,w2", "up_backward": "x"},
         "input": {"down_backward": "x,weights,w2", "up_backward": "w1"},
         "all but the gate": {"down_backward": "weights"},

@@ -150,6 +150,13 @@ def test_cancelled_gradient_is_measured_by_its_terms() -> None:
     assert truth.compare(wrong, none, exact, torch.float32, terms=8).used > 1
 
 
+def test_nan_is_wrong_wherever_it_stands() -> None:
+    exact = {"output 0": torch.ones(2).double(), "output 1": torch.ones(2).double()}
+    right = {"output 0": torch.ones(2), "output 1": torch.ones(2)}
+    for name in exact:
+        assert truth.compare(right | {name: torch.full((2,), torch.nan)}, right, exact, torch.float32, terms=2).used > 1
+
+
 HEADER = Header("2030-01-02", "0123456789ab", False, "2.13.0", "5.24.0", "python -m tests.table")
 
 
@@ -192,6 +199,6 @@ c.
 
 
 def test_json_holds_the_cells_as_plain_values() -> None:
-    table = json.loads(json.dumps(as_json(HEADER, _results(), [], [])))
+    table = json.loads(as_json(HEADER, _results(), [], []))
     assert table["counts"] == {"fused": 1, "refused": 1, "eager fails": 1}
     assert table["cells"][1]["mode"] == "dynamic" and table["cells"][1]["code"] == "combine"

@@ -121,9 +121,10 @@ def to_double(tree: Any) -> Any:
 #: Roundings to the run's dtype between an input and a gradient that our operators make: up, activation, down, weighted
 #: row and sum on the way out; the rows' gradient, the activation's, the halves' and the gathered sum on the way back.
 ROUNDINGS = 9
-#: A gradient that cancels (of a router renormalised over one expert, say) keeps the rounding of its terms and has no
-#: relative error of its own: below this part of the largest one's root mean square, that is the measure.
-FLOOR = 0.01
+#: A small gradient keeps the rounding of larger terms: below this part of the largest one's root mean square, that is
+#: the measure. The second number is for one that is zero but for rounding in float64 as well, as a router's is where
+#: the weights are divided by the sum of a single one: nothing is left of it but its terms.
+FLOOR, CANCELLED = 0.01, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class Worst:
     @property
     def used(self) -> float:
         """Part of the bound that the error takes; above 1 the value is wrong."""
-        return self.error / self.allowed if self.allowed else math.inf if self.error else 0.0
+        return math.inf if math.isnan(self.error) else self.error / self.allowed
 
     def __str__(self) -> str:
         return f"{self.name}: off by {self.error:.2e}, eager by {self.eager:.2e}, allowed {self.allowed:.2e}"
@@ -159,7 +160,7 @@ def compare(ours: Values, eager: Values, truth: Values, dtype: torch.dtype, *, t
     """
     slack = torch.finfo(dtype).eps * math.sqrt(ROUNDINGS / 12) + torch.finfo(torch.float32).eps * math.sqrt(terms)
     worst = Worst("nothing to compare", 0.0, 0.0, 1.0)
-    floors = {kind: FLOOR * max(_rms(t) for n, t in truth.items() if _kind(n) == kind) for kind in map(_kind, truth)}
+    largest = {kind: max(_rms(t) for n, t in truth.items() if _kind(n) == kind) for kind in map(_kind, truth)}
     for name, reference in eager.items():
         value, exact = ours[name], truth[name]
         assert (value is None) == (reference is None), (
@@ -171,12 +172,18 @@ def compare(ours: Values, eager: Values, truth: Values, dtype: torch.dtype, *, t
         if not value.numel():
             continue
         assert exact is not None, f"{name}: the truth has no gradient"
-        scale = max(_rms(exact), floors[_kind(name)], 1e-300)
+        scale = _scale(_rms(exact), largest[_kind(name)])
         mine, theirs = (_rms(t.double() - exact) / scale for t in (value, reference))
         found = Worst(name, mine, theirs, 1.5 * theirs + slack)
         if not found.used <= worst.used:
             worst = found
     return worst
+
+
+def _scale(size: float, largest: float) -> float:
+    """What an error is relative to, given the root mean squares of its tensor and of the largest one."""
+    noise = torch.finfo(torch.float32).eps * largest
+    return max(size, (CANCELLED if size <= noise else FLOOR) * largest, 1e-300)
 
 
 def _kind(name: str) -> str:
