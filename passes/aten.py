@@ -129,6 +129,12 @@ def _gather(c: Translation, i: int, shape: Sequence[Dim], dtype: torch.dtype) ->
     return c.table.make("index", c._operands(), shape, dtype)
 
 
+def _pick(c: Translation, i: int, shape: Sequence[Dim], dtype: torch.dtype) -> Value:
+    """``torch.gather``, on one axis the same as indexing."""
+    v, index = c.named["self"], c.named["index"]
+    return c.table.gather(v, index) if len(v.shape) == 1 else c.table.make("pick", c._operands(), shape, dtype)
+
+
 def _sort(c: Translation, i: int, shape: Sequence[Dim], dtype: torch.dtype) -> Value:
     v: Value = c.named["self"]
     axis = c.named.get("dim", -1) % len(v.shape)
@@ -192,6 +198,7 @@ _RULES: dict[str, Rule] = {
     "lift_fresh_copy": _same,
     "index": _gather,
     "index_select": _gather,
+    "gather": _pick,
     "sort": _sort,
     "argsort": _sort,
     "sum": _reduce,

@@ -57,6 +57,11 @@ class Match:
     constants: tuple[torch.fx.Node, ...]
     order: torch.fx.Node | None
 
+    @property
+    def operands(self) -> dict[Grad, Operand | None]:
+        """The operands that may take a gradient."""
+        return dict(zip(Grad, (self.x, self.weights, self.w1, self.b1, self.w2, self.b2), strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class _Region:

@@ -25,6 +25,7 @@ from ..report import Reject
 from ..source import where
 from ..spec import ExpertsSpec
 from .fuse import Proposal
+from .recognise import Match
 from .recogniser import moved
 from .rewrite import rewrite
 from .runner import run_nodes
@@ -66,10 +67,10 @@ class Verifier:
             why = _over_budget(proposal) if remembered else None
             if why is not None:
                 return f"not verified: {why}"
-            bound = STEPS * torch.finfo(proposal.match.spec.dtype).eps
-            worst = _compare(proposal, self.inputs, bound)
+            worst = _compare(proposal, self.inputs)
         except Unverifiable as e:
             return f"not verified: {e}"
+        bound = STEPS * torch.finfo(proposal.match.spec.dtype).eps
         name, error = max(worst.items(), key=lambda item: item[1])
         if not error <= bound:  # NaN fails too
             return Reject(
@@ -84,63 +85,49 @@ class Verifier:
         return text
 
 
-def _compare(proposal: Proposal, inputs: dict[torch.fx.Node, Any], bound: float) -> dict[str, float]:
-    """Tensor name -> largest relative difference of a row, for the output and the gradients of the window's leaves.
+def _compare(proposal: Proposal, inputs: dict[torch.fx.Node, Any]) -> dict[str, float]:
+    """Tensor name -> largest relative difference of a row: the output, and the gradients where they leave the region.
 
-    A gradient whose terms cancel, as that of a router whose one weight is normalised to 1, is all rounding and may
-    differ by its own norm. So where ``bound`` is passed the window as it was runs again with a tripled cotangent, and
-    what that moves its gradients, but for the factor 3, is taken off.
+    A router's own gradient is no measure: its terms may cancel to nothing, as those of one weight normalised to 1 do,
+    and what is left is rounding. The gradient of the weights that the region takes in has no such step.
     """
     window, match = proposal.window, proposal.match
     was, old = _copy(window, match.end)
     becomes, new = _copy(window, match.end)
-    rewrite(becomes, moved(match, new.__getitem__), proposal.plan, recompute_all=proposal.recompute_all)
+    before, after = moved(match, old.__getitem__), moved(match, new.__getitem__)
+    rewrite(becomes, after, proposal.plan, recompute_all=proposal.recompute_all)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_torch.eager())
         stack.enter_context(torch.random.fork_rng(devices=_devices(window)))
         torch.manual_seed(0)
         leaves = _leaves(proposal, inputs)
-        grads = match.spec.training
         outs = []
-        for graph in (was, becomes):
+        for graph, own in ((was, before), (becomes, after)):
             torch.manual_seed(1)  # the router may draw numbers
             try:
-                outs.append(_run(graph, leaves, proposal.autocasts, backward=grads))
+                outs.append(_run(graph, own, leaves, proposal.autocasts))
             except (RuntimeError, ValueError, IndexError, TypeError) as e:
                 if graph is becomes:
                     return {f"an error ({type(e).__name__}: {e})": float("nan")}
                 raise Unverifiable(f"the region could not run alone ({type(e).__name__}: {e})") from e
-        worst = _differences(outs[0], outs[1])
-        if grads and not all(error <= bound for error in worst.values()):
-            torch.manual_seed(1)
-            again = _run(was, leaves, proposal.autocasts, backward=True, scale=3.0)
-            worst = _differences(outs[0], outs[1], again)
-    return worst
-
-
-def _differences(
-    was: dict[str, Tensor | None], becomes: dict[str, Tensor | None], again: dict[str, Tensor | None] | None = None
-) -> dict[str, float]:
     worst: dict[str, float] = {}
-    for name, a in was.items():
-        b, c = becomes.get(name), again.get(name) if again else None
-        if (a is None) != (b is None):
-            worst[f"whether {name} has a gradient"] = float("nan")
-        elif a is not None and b is not None:
-            worst[name] = _difference(a, b, a if c is None else c)
+    for name, a in outs[0].items():
+        b = outs[1][name]
+        if a is not None and b is not None:
+            worst[name] = _difference(a, b)
+        elif (a is None) != (b is None):
+            worst[f"whether there is {name}"] = float("nan")
     return worst
 
 
-def _difference(a: Tensor, b: Tensor, again: Tensor) -> float:
-    """The largest norm of a difference of rows, less STEPS of the typical one between ``a`` and ``again``, over the
-    row's norm or a tenth of the typical one."""
+def _difference(a: Tensor, b: Tensor) -> float:
+    """The largest norm of a difference of rows, over the norm of the row or of a typical one, whichever is larger."""
     if a.shape != b.shape or a.numel() == 0:
         return 0.0 if a.shape == b.shape else float("nan")
-    a, b, again = (t.detach().reshape(t.shape[0] if t.dim() > 1 else 1, -1).float() for t in (a, b, again))
+    a, b = (t.detach().reshape(t.shape[0] if t.dim() > 1 else 1, -1).float() for t in (a, b))
     norms = a.norm(dim=1)
-    floor = 0.1 * norms.square().mean().sqrt() + torch.finfo(torch.float32).tiny
-    rounding = STEPS * (a - again).norm(dim=1).square().mean().sqrt()
-    return float((((a - b).norm(dim=1) - rounding).clamp(min=0) / torch.maximum(norms, floor)).max())
+    floor = norms.square().mean().sqrt() + torch.finfo(torch.float32).tiny
+    return float(((a - b).norm(dim=1) / torch.maximum(norms, floor)).max())
 
 
 def _copy(window: Window, end: torch.fx.Node) -> tuple[torch.fx.Graph, dict[torch.fx.Node, torch.fx.Node]]:
@@ -158,15 +145,10 @@ def _copy(window: Window, end: torch.fx.Node) -> tuple[torch.fx.Graph, dict[torc
 
 
 def _run(
-    graph: torch.fx.Graph,
-    leaves: Sequence[Any],
-    autocasts: Sequence[torch.fx.Node],
-    *,
-    backward: bool,
-    scale: float = 1.0,
+    graph: torch.fx.Graph, match: Match, leaves: Sequence[Any], autocasts: Sequence[torch.fx.Node]
 ) -> dict[str, Tensor | None]:
-    """The output of ``graph`` and the gradients of its float leaves for a fixed cotangent, which runs through the
-    backward times ``scale``."""
+    """The output of ``graph`` and, for a fixed cotangent, the gradients of the operands of ``match``."""
+    backward = match.spec.training
     nodes = [n for n in graph.nodes if n.op in ("call_function", "call_method")]
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     env: dict[torch.fx.Node, Any] = {}
@@ -175,7 +157,6 @@ def _run(
         env[node] = leaf.detach() if fresh else leaf
         if fresh and backward and example_requires_grad(node):
             env[node].requires_grad_()
-    tracked = {n.name: t for n, t in env.items() if isinstance(t, Tensor) and t.requires_grad}
     with torch.set_grad_enabled(backward):
         # a leaf that takes a gradient cannot be written into; a copy of it can
         for node, tensor in list(env.items()):
@@ -184,11 +165,15 @@ def _run(
         run_nodes(nodes, env, autocasts)
         out = env[next(n for n in reversed(graph.nodes) if n.op == "output").args[0]]
     results: dict[str, Tensor | None] = {"the output": out.detach()}
-    if backward and out.requires_grad and tracked:
+    operands = {
+        f"the gradient of {grad.value}": env[operand.node]
+        for grad, operand in match.operands.items()
+        if operand is not None and grad in match.spec.grads and env[operand.node].requires_grad
+    }
+    if backward and out.requires_grad and operands:
         cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
-        grads = torch.autograd.grad(out, list(tracked.values()), cotangent * scale, allow_unused=True)
-        for name, grad in zip(tracked, grads, strict=True):
-            results[f"the gradient of {name}"] = None if grad is None else grad / scale
+        grads = torch.autograd.grad(out, list(operands.values()), cotangent, allow_unused=True)
+        results.update(zip(operands, grads, strict=True))
     return results
 
 

@@ -30,11 +30,11 @@ def spawn(work, tmp_path, *args) -> None:
     torch.multiprocessing.spawn(on_every_rank, (work, str(tmp_path / "store"), *args), nprocs=RANKS)
 
 
-def train(call, model, rank: int, steps: int) -> list[float]:
+def train(call, model, rank: int, steps: int, hidden: int) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for i in range(steps):
-        x = models.rows(1, 7, models.HIDDEN, seed=RANKS * i + rank).detach()
+        x = models.rows(1, 7, hidden, seed=RANKS * i + rank).detach()
         optimizer.zero_grad()
         loss = call(x).square().mean()
         loss.backward()
@@ -47,13 +47,13 @@ def data_parallel(rank: int, how: str, hidden: int) -> None:
     # a layer of width 128 has 1.5 MiB of gradients, so that buckets of 1 MiB split the graph between the two
     model = models.Residual(2, hidden=hidden, inter=hidden, experts=8)
     twin = models.eager_twin(model)
-    theirs = train(DistributedDataParallel(twin, bucket_cap_mb=1), twin, rank, 4)
+    theirs = train(DistributedDataParallel(twin, bucket_cap_mb=1), twin, rank, 4, hidden)
     if how == "wrapper compiled":
         call = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend=models.aot_eager())
     else:
         model.compile(backend=models.aot_eager())
         call = DistributedDataParallel(model, bucket_cap_mb=1)
-    mine = train(call, model, rank, 4)
+    mine = train(call, model, rank, 4, hidden)
     assert mine == pytest.approx(theirs, rel=1e-4)
     models.assert_equal(dict(model.state_dict()), dict(twin.state_dict()))
     assert models.matched() == 2 and report().compiles == (2 if hidden == WIDE else 1), str(report())

@@ -79,16 +79,17 @@ def test_plain_form_is_fused(form: type[torch.nn.Module]) -> None:
 @pytest.mark.parametrize("miss", NEAR_MISSES, ids=lambda m: f"{m.form}-{m.name}")
 def test_near_miss_is_refused_in_words(miss: NearMiss) -> None:
     reset()
-    module, x = miss.make(), torch.randn(T, H)
-    compiled = torch.compile(module, backend=fused_backend(), fullgraph=True)
+    module, args = miss.make(), miss.args()
+    compiled = torch.compile(module, backend=fused_backend(), fullgraph=True, dynamic=miss.dynamic)
     torch.manual_seed(0)
-    ours = compiled(x)
+    ours = compiled(*args)
     torch.manual_seed(0)
-    assert torch.equal(ours, module(x))
+    assert torch.equal(ours, module(*args))
     assert not report().fused, str(report())
-    (refusal,) = report().refused
-    assert all(word in refusal.why for word in miss.words), refusal.why
-    file, _, line = refusal.where.rpartition(":")
-    assert refusal.code, refusal
-    assert file.endswith(".py"), refusal
-    assert line.isdigit(), refusal
+    assert report().refused
+    for refusal in report().refused:
+        assert all(word in refusal.why for word in miss.words), refusal.why
+        file, _, line = refusal.where.rpartition(":")
+        assert refusal.code not in ("", "internal"), refusal
+        assert file.endswith(".py"), refusal
+        assert line.isdigit(), refusal
