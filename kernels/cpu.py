@@ -5,7 +5,6 @@ in blocks that stay in cache. The choices below and what they were measured agai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,12 +49,8 @@ def down(
     a: Tensor, rows: Rows, weights: Tensor | None, w2: Tensor, b2: Tensor | None, spec: ExpertsSpec
 ) -> Tensor:
     """y [T, H], or [N, H] in slot order."""
-    sizes, w = _sizes(rows), in_out(w2, spec.w2)
-    padding = _pad(rows, sizes, a.dtype)
-    if padding is None:
-        out = _grouped_mm(a.contiguous(), w, b2, sizes)
-    else:
-        out, rows = _padded_mm(_gather(a, padding.row), w, b2), padding.rows
+    sizes = _sizes(rows)
+    out = _grouped_mm(a.contiguous(), in_out(w2, spec.w2), b2, sizes)
     if weights is None:
         return _gather(out, rows.inverse).to(spec.out_dtype)
     return _sum_slots(out, rows, _applied(weights, rows, sizes, spec), spec.out_dtype)
@@ -78,7 +73,7 @@ def down_backward(
     scale = None if weights is None else _scale(weights, rows, sizes, spec)
     da = None
     if need & {Grad.X, Grad.WEIGHTS}:
-        da = _dgrad(drow, in_out(w2, spec.w2).transpose(1, 2), rows, sizes)
+        da = _grouped_mm(drow, in_out(w2, spec.w2).transpose(1, 2), None, sizes)
     pulled = pointwise.pull(h, da, scale, consts, spec, need, block=BLOCK)
     dweights = dw2 = db2 = None
     if pulled.dh is not None:
@@ -112,16 +107,10 @@ def experts(
     a plain sum, a third of the time of a weighted one in bfloat16."""
     if weights is None or b2 is not None:
         return down(up(x, rows, w1, b1, consts, spec)[0], rows, weights, w2, b2, spec)
-    sizes, first, second = _sizes(rows), in_out(w1, spec.w1), in_out(w2, spec.w2)
-    padding = _pad(rows, sizes, x.dtype)
-    if padding is None:
-        h = _grouped_mm(_gather(x, rows.tokens), first, b1, sizes)
-    else:
-        rows = padding.rows
-        h = _padded_mm(_gather(x, rows.tokens), first, b1)
+    sizes = _sizes(rows)
+    h = _grouped_mm(_gather(x, rows.tokens), in_out(w1, spec.w1), b1, sizes)
     a = pointwise.activate(h, consts, spec, block=BLOCK, scale=_scale(weights, rows, sizes, spec))
-    out = _grouped_mm(a, second, None, sizes) if padding is None else _padded_mm(a, second, None)
-    return _sum_slots(out, rows, None, spec.out_dtype)
+    return _sum_slots(_grouped_mm(a, in_out(w2, spec.w2), None, sizes), rows, None, spec.out_dtype)
 
 
 def _sizes(rows: Rows) -> list[int]:
@@ -162,53 +151,6 @@ def _grouped_mm(rows: Tensor, weights: Tensor, bias: Tensor | None, sizes: Seque
             torch.addmm(b, r, w, out=o)
     _zero_tail(out, sizes)
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """Rows laid out as E groups of P, P the largest expert's number of rows, so that one batched matmul runs them all.
-
-    ``rows`` is the padded order (padding repeats slot 0), ``row`` [E*P] the row at each place (padding: row 0) and
-    ``place`` [N] the place of each row.
-    """
-
-    rows: Rows
-    row: Tensor
-    place: Tensor
-
-
-def _pad(rows: Rows, sizes: Sequence[int], dtype: torch.dtype) -> Padding | None:
-    """The padding, None where it would not pay: rows were dropped, the dtype's single matmuls are as fast, or padding
-    would add more than a quarter. In bfloat16 oneDNN's batched matmul is 1.16 times as fast a row as a loop at 64 rows
-    of 512."""
-    n, experts = rows.order.numel(), len(sizes) - 1
-    largest = max(sizes[:-1])
-    if dtype is not torch.bfloat16 or n == 0 or sizes[-1] or experts * largest * 4 > n * 5:
-        return None
-    shift, start = [], 0
-    for e, size in enumerate(sizes[:-1]):
-        shift.append(e * largest - start)
-        start += size
-    index = torch.arange(n)
-    place = index + torch.repeat_interleave(torch.tensor(shift), torch.tensor(sizes[:-1]), output_size=n)
-    row = index.new_zeros(experts * largest).index_copy_(0, place, index)
-    order, inverse = rows.order.index_select(0, row), place.index_select(0, rows.inverse)
-    return Padding(Rows(order, inverse, rows.offsets, rows.top_k), row, place)
-
-
-def _padded_mm(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-    """As :func:`_grouped_mm` for padded rows [E*P, in]; [E*P, out], anything in padding."""
-    batches = rows.view(weights.shape[0], -1, rows.shape[1])
-    out = torch.bmm(batches, weights) if bias is None else torch.baddbmm(bias.unsqueeze(1), batches, weights)
-    return out.flatten(0, 1)
-
-
-def _dgrad(drow: Tensor, weights: Tensor, rows: Rows, sizes: Sequence[int]) -> Tensor:
-    """[N, out] of gradient rows [N, in] and ``weights`` [E, in, out], zero in dropped rows."""
-    padding = _pad(rows, sizes, drow.dtype)
-    if padding is None:
-        return _grouped_mm(drow, weights, None, sizes)
-    return _gather(_padded_mm(_gather(drow, padding.row), weights, None), padding.place)
 
 
 def _linear(rows: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:

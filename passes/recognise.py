@@ -46,7 +46,8 @@ class Match:
 
     spec: MoESpec
     end: torch.fx.Node
-    interior: frozenset[torch.fx.Node]
+    nodes: tuple[torch.fx.Node, ...]  #: the window up to ``end``, in order
+    interior: frozenset[torch.fx.Node]  #: of them, those that the operators replace
     x: Operand
     idx: Operand
     weights: Operand | None
@@ -253,7 +254,8 @@ def _match(window: Window, seen: Shadow, end: torch.fx.Node, region: _Region) ->
         device=out.device.type,
     )
     constants = tuple(_symbolic(seen, window, c) for c in region.gate.constants)
-    return Match(spec, target, interior, x, idx, weights, w1, b1, w2, b2, constants, order)
+    nodes = tuple(window.nodes[: window.nodes.index(target) + 1])
+    return Match(spec, target, nodes, interior, x, idx, weights, w1, b1, w2, b2, constants, order)
 
 
 def _fixed(size: Dim) -> int:

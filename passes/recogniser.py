@@ -57,6 +57,7 @@ def moved(match: Match, to: Callable[[torch.fx.Node], torch.fx.Node]) -> Match:
     return replace(
         match,
         end=to(match.end),
+        nodes=tuple(map(to, match.nodes)),
         interior=frozenset(map(to, match.interior)),
         x=operand(match.x),
         idx=operand(match.idx),

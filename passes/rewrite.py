@@ -11,6 +11,7 @@ from .. import ops  # noqa: F401  registers the operators
 from ..digest import digest
 from ..spec import Combine
 from .recognise import Match, Operand
+from .shadow import storage, writes
 from .window import example
 
 
@@ -76,11 +77,39 @@ def _node(graph: torch.fx.Graph, operand: Operand) -> torch.fx.Node:
 
 
 def _erase(graph: torch.fx.Graph, match: Match) -> None:
-    """Erase the interior, in-place nodes with it, and then what only the interior read."""
-    doomed = [n for n in reversed(graph.nodes) if n in match.interior]
-    above = [a for n in doomed for a in n.all_input_nodes]
-    for node in doomed:
-        if not node.users:
-            above.extend(node.all_input_nodes)
-            graph.erase_node(node)
-    del above
+    """Erase the interior, and then what nothing reads any more: sorts, counts, gathered rows, the inverse order."""
+    doomed = [n for n in match.nodes if n in match.interior]
+    alive = [n for n in match.nodes if n not in match.interior]
+    while doomed:
+        for node in reversed(doomed):
+            if not node.users:
+                graph.erase_node(node)
+        unread = _unread(alive)
+        doomed = unread or _only_written(alive)
+        gone = set(doomed)
+        alive = [n for n in alive if n not in gone]
+
+
+def _unread(alive: list[torch.fx.Node]) -> list[torch.fx.Node]:
+    """Values that are read by nobody, or by such values only."""
+    found: set[torch.fx.Node] = set()
+    for node in reversed(alive):
+        pure = isinstance(node.meta.get("example_value"), (torch.Tensor, tuple, list)) and not writes(node)
+        if pure and all(user in found for user in node.users):
+            found.add(node)
+    return [n for n in alive if n in found]
+
+
+def _only_written(alive: list[torch.fx.Node]) -> list[torch.fx.Node]:
+    """A tensor made here, its views and the writes into it, where nothing else reads any of them."""
+    groups: dict[int, list[torch.fx.Node]] = {}
+    for node in alive:
+        tensor = example(node.all_input_nodes[0] if writes(node) else node)
+        if tensor is not None:
+            groups.setdefault(storage(tensor), []).append(node)
+    for key, group in groups.items():
+        outside = (example(a) for n in group for a in n.all_input_nodes if a not in group)
+        made_here = all(tensor is None or storage(tensor) != key for tensor in outside)
+        if made_here and all(user in group for node in group for user in node.users):
+            return group
+    return []

@@ -53,15 +53,11 @@ class Recorder(TorchDispatchMode):
     def track(self, tensor: torch.Tensor, value: Value, view: aten.View | None = None) -> None:
         """Bind ``value`` to ``tensor``; ``view`` says of which tensor it is a view."""
         entry = _Tracked(tensor, value)
-        if (
-            view is not None
-            and (parent := self._tracked.get(id(view.base)))
-            and _storage(tensor) == _storage(view.base)
-        ):
+        if view is not None and (parent := self._tracked.get(id(view.base))) and storage(tensor) == storage(view.base):
             entry.parent, entry.derive, entry.invert = parent, view.derive, view.invert
             parent.children.append(entry)
         self._tracked[id(tensor)] = entry
-        self._storages.setdefault(_storage(tensor), []).append(entry)
+        self._storages.setdefault(storage(tensor), []).append(entry)
 
     def value(self, tensor: torch.Tensor) -> Value:
         """The present value of ``tensor``."""
@@ -94,7 +90,7 @@ class Recorder(TorchDispatchMode):
             done.add(id(parent))
             entry = parent
         self._rederive(entry, done)
-        for other in self._storages[_storage(tensor)]:
+        for other in self._storages[storage(tensor)]:
             if id(other) not in done:
                 other.value = self._unknown(other)
 
@@ -161,7 +157,8 @@ def _tensors(items: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage(tensor: torch.Tensor) -> int:
+    """What tensors that share memory have in common."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -241,7 +238,7 @@ def run(
         if isinstance(out, torch.Tensor) and recorder.value(out) is ran[node]
     }
     scalars = {node: out for node, out in env.items() if isinstance(out, torch.SymFloat)}
-    storages = {node: frozenset(_storage(t) for t in _tensors([out])) for node, out in env.items()}
+    storages = {node: frozenset(storage(t) for t in _tensors([out])) for node, out in env.items()}
     return Shadow(table, ran, now, scalars, storages)
 
 
@@ -273,7 +270,7 @@ def writes(node: torch.fx.Node) -> bool:
 
 def _example_storage(node: torch.fx.Node) -> int | None:
     value = node.meta.get("example_value")
-    return _storage(value) if isinstance(value, torch.Tensor) else None
+    return storage(value) if isinstance(value, torch.Tensor) else None
 
 
 #: ``operator``'s in-place functions.

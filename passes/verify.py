@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from ..digest import digest
 from ..options import Verify
 from ..report import Reject
 from ..source import where
-from ..spec import ExpertsSpec
+from ..spec import ExpertsSpec, MoESpec
 from .fuse import Proposal
 from .recognise import Match
 from .recogniser import moved
@@ -38,9 +39,10 @@ MAX_BYTES, MAX_SHARE = 2 << 30, 0.05
 RATES, MAX_SECONDS = {"cpu": 2e10, "cuda": 5e13}, 1.0
 #: Size given to a symbolic axis: a few tokens.
 SYMBOL_SIZE = 5
-#: Rows may differ by this many rounding steps of the experts' dtype. Two right ways to sum differ by about one; a wrong
-#: row, a missing expert or a stale scale by far more.
-STEPS = 16
+#: Rows may differ by this many rounding steps of the experts' dtype, and by SPREAD sqrt(L) of the accumulator's for sums
+#: of L terms: two right orders of float32 sums were seen 81 steps apart (the routing weight's gradient, L = 2048). A
+#: wrong row, a missing expert or a stale scale is off by far more.
+STEPS, SPREAD = 16, 4
 
 
 class Unverifiable(Exception):
@@ -269,11 +271,22 @@ def _devices(window: Window) -> list[torch.device]:
     return [d for d in found if d.type == "cuda"]
 
 
+def _rows(spec: MoESpec) -> int:
+    """Routed rows of the check."""
+    rows = spec.rows
+    return int(rows) if rows.is_number else int(rows.subs(dict.fromkeys(rows.free_symbols, SYMBOL_SIZE + 2)))
+
+
+def _bound(spec: MoESpec) -> float:
+    """The largest difference of a row over its norm that passes."""
+    eps, accumulator = (torch.finfo(d).eps for d in (spec.dtype, torch.promote_types(spec.dtype, torch.float32)))
+    return STEPS * eps + SPREAD * accumulator * math.sqrt(max(_rows(spec), spec.hidden, spec.inter, spec.out_hidden))
+
+
 def _over_budget(proposal: Proposal) -> str | None:
     """Why the check would take too much, None where it would not."""
     spec = proposal.match.spec
-    rows = spec.rows
-    n = int(rows) if rows.is_number else int(rows.subs(dict.fromkeys(rows.free_symbols, SYMBOL_SIZE + 2)))
+    n = _rows(spec)
     halves = 2 if spec.ops.gated else 1
     weights = spec.ops.experts * spec.inter * (halves * spec.hidden + spec.out_hidden)
     # per row of the unfused form and its gradients: x, h, a, y, weighted and unpermuted y; twice the weights' gradients
