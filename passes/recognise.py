@@ -250,7 +250,9 @@ def _match(window: Window, seen: Shadow, end: torch.fx.Node, region: _Region) ->
         bias1=b1 is not None,
         bias2=b2 is not None,
         training=out.requires_grad,
-        grads=frozenset(g for g, operand in named.items() if operand is not None and operand.requires_grad),
+        grads=frozenset(
+            g for g, operand in named.items() if out.requires_grad and operand is not None and operand.requires_grad
+        ),
         device=out.device.type,
     )
     constants = tuple(_symbolic(seen, window, c) for c in region.gate.constants)

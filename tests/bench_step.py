@@ -51,13 +51,13 @@ def measure(dtype: torch.dtype, *, training: bool, form: str, steps: int) -> dic
     """The figures of one cell."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = models.Residual(
-        LAYERS, hidden=HIDDEN, inter=INTER, experts=EXPERTS, top_k=TOP_K, form=form, dtype=dtype
-    )
+    model = models.Residual(LAYERS, hidden=HIDDEN, inter=INTER, experts=EXPERTS, top_k=TOP_K, form=form, dtype=dtype)
     x = models.rows(1, TOKENS, HIDDEN, dtype=dtype)
     outputs, compile_seconds, step = {}, {}, {}
     for backend in BACKENDS:
-        step[backend] = stepper(models.eager_twin(model), backend, x.detach().requires_grad_(training), training=training)
+        step[backend] = stepper(
+            models.eager_twin(model), backend, x.detach().requires_grad_(training), training=training
+        )
         start = time.perf_counter()
         outputs[backend] = step[backend]().double()
         compile_seconds[backend] = time.perf_counter() - start

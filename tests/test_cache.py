@@ -61,7 +61,12 @@ def step(cache: Path, change: str = "none") -> dict:
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, change, "megamoe"], capture_output=True, text=True, env=env, cwd=ROOT, check=False
+        [sys.executable, "-c", SCRIPT, change, "megamoe"],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -83,6 +88,14 @@ def test_a_second_process_hits_and_changed_kernels_miss(tmp_path):
 def test_the_digest_is_an_argument_of_every_operator():
     from moe_inductor import ops
 
-    for op in (ops.route_metadata, ops.experts_up, ops.experts_up_backward, ops.experts_down, ops.experts_down_backward, ops.experts, ops.experts_backward):  # noqa: E501
+    for op in (
+        ops.route_metadata,
+        ops.experts_up,
+        ops.experts_up_backward,
+        ops.experts_down,
+        ops.experts_down_backward,
+        ops.experts,
+        ops.experts_backward,
+    ):
         assert "digest" in [a.name for a in op._opoverload._schema.arguments]
     assert torch.ops.megamoe.experts.default._schema.arguments[-1].name == "digest"

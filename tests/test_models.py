@@ -98,9 +98,7 @@ def test_each_block_compiled_on_its_own(family):
     twin = models.eager_twin(model)
     for layer in model.model.layers:
         layer.compile(backend=models.aot_eager())
-    models.assert_equal(
-        models.step(model, model, models.batch()), models.step(twin, twin, models.batch())
-    )
+    models.assert_equal(models.step(model, model, models.batch()), models.step(twin, twin, models.batch()))
     assert not report().refused
     holding = [g for g in report().graphs if g.fused]
     assert holding and all(len(g.fused) == 1 for g in holding)

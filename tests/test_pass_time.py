@@ -1,6 +1,6 @@
 """Time inside our code for deep models, in fresh processes, cold and warm. Figures are printed, structure is asserted.
 
-    python tests/test_pass_time.py LAYERS [dynamic]
+python tests/test_pass_time.py LAYERS [dynamic]
 """
 
 import json
@@ -99,7 +99,9 @@ def test_layers_that_are_alike_are_proved_once(tmp_path, capsys, shape):
 def test_a_graph_without_experts_is_left_quickly(tmp_path, capsys):
     found = fresh(tmp_path, 0, "static")
     with capsys.disabled():
-        print(f"\nno experts: {1e3 * found['seconds']:.1f} ms in the pass (target {1e3 * TARGETS['without experts']:.0f} ms)")
+        print(
+            f"\nno experts: {1e3 * found['seconds']:.1f} ms in the pass (target {1e3 * TARGETS['without experts']:.0f} ms)"
+        )
     assert (found["fused"], found["distinct"]) == (0, 0)
 
 
@@ -131,6 +133,10 @@ def test_each_kind_of_layer_is_proved_once():
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    print(json.dumps(measure(
-        int(arguments[0]), dynamic="dynamic" in arguments, profile=arguments[2] if len(arguments) > 2 else None
-    )))
+    print(
+        json.dumps(
+            measure(
+                int(arguments[0]), dynamic="dynamic" in arguments, profile=arguments[2] if len(arguments) > 2 else None
+            )
+        )
+    )

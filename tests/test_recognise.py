@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from expecttest import TestCase
 from torch import nn
 
-from expecttest import TestCase
 from moe_inductor.backend import fuse
 from moe_inductor.outcomes import Fused
 from moe_inductor.passes import shadow, window

@@ -52,7 +52,9 @@ def kernels(monkeypatch):
         return run
 
     monkeypatch.setitem(
-        ops.FAMILIES, "cpu", types.SimpleNamespace(**{name: recording(name, getattr(cpu, name)) for name in cpu.__all__})
+        ops.FAMILIES,
+        "cpu",
+        types.SimpleNamespace(**{name: recording(name, getattr(cpu, name)) for name in cpu.__all__}),
     )
     return calls
 
@@ -203,14 +205,17 @@ def test_frozen_parts_skip_their_kernels(kernels, part):
     kernels.clear()  # those of the check at compile time
     models.assert_equal(models.pull(call, model, x), models.pull(twin, twin, x))
     assert not report().refused
-    assert dict(kernels[2:]) == {
-        "experts": {"down_backward": "x,weights", "up_backward": "x"},
-        "gate": {"down_backward": "x,weights,w2", "up_backward": "x,w1"},  # the weights follow from x too
-        "gate and input": {"down_backward": "x,w2", "up_backward": "w1"},
-        "up": {"down_backward": "x,weights,w2", "up_backward": "x"},
-        "input": {"down_backward": "x,weights,w2", "up_backward": "w1"},
-        "all but the gate": {"down_backward": "weights"},
-    }[part]
+    assert (
+        dict(kernels[2:])
+        == {
+            "experts": {"down_backward": "x,weights", "up_backward": "x"},
+            "gate": {"down_backward": "x,weights,w2", "up_backward": "x,w1"},  # the weights follow from x too
+            "gate and input": {"down_backward": "x,w2", "up_backward": "w1"},
+            "up": {"down_backward": "x,weights,w2", "up_backward": "x"},
+            "input": {"down_backward": "x,weights,w2", "up_backward": "w1"},
+            "all but the gate": {"down_backward": "weights"},
+        }[part]
+    )
 
 
 def test_with_nothing_to_train_one_kernel_runs(kernels):

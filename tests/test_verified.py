@@ -78,7 +78,10 @@ def test_a_wrong_forward_is_refused_in_training(monkeypatch, kernel, at, spoil):
 
 
 @pytest.mark.parametrize("spoil", [off_by_a_percent, one_entry])
-@pytest.mark.parametrize(("kernel", "at"), [("up_backward", 0), ("up_backward", 1), ("down_backward", 0), ("down_backward", 1), ("down_backward", 2)])
+@pytest.mark.parametrize(
+    ("kernel", "at"),
+    [("up_backward", 0), ("up_backward", 1), ("down_backward", 0), ("down_backward", 1), ("down_backward", 2)],
+)
 def test_a_wrong_gradient_is_refused(monkeypatch, kernel, at, spoil):
     monkeypatch.setattr(cpu, kernel, broken(getattr(cpu, kernel), spoil, at))
     entry = outcome()
