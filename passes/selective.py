@@ -1,7 +1,7 @@
 """Selective checkpointing: a policy that saves matmuls of a replaced region saves the pre-activation h in their place.
 
-A ``context_fn`` of ``torch.utils.checkpoint`` asks its policy about every operator that runs. The policy was written for
-the operators of the unfused model and knows nothing of ours, so on ``experts_up`` it is asked what it would have
+A ``context_fn`` of ``torch.utils.checkpoint`` asks its policy about every operator that runs. The policy was written
+for the operators of the unfused model and knows nothing of ours, so on ``experts_up`` it is asked what it would have
 said of the two expert matmuls, each once and in their order, for policies that count.
 """
 
@@ -79,7 +79,7 @@ def _nodes(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
 
 @dataclass(slots=True)
 class ContextFn:
-    """The user's ``context_fn`` with :func:`translated` policies. ``replaced``: spec text -> the matmuls it replaced."""
+    """The user's ``context_fn`` with :func:`translated` policies. ``replaced``: spec text -> matmuls it replaced."""
 
     original: Callable[[], tuple[Any, Any]]
     replaced: dict[str, Matmuls]

@@ -39,9 +39,9 @@ MAX_BYTES, MAX_SHARE = 2 << 30, 0.05
 RATES, MAX_SECONDS = {"cpu": 2e10, "cuda": 5e13}, 1.0
 #: Size given to a symbolic axis: a few tokens.
 SYMBOL_SIZE = 5
-#: Rows may differ by this many rounding steps of the experts' dtype, and by SPREAD sqrt(L) of the accumulator's for sums
-#: of L terms: two right orders of float32 sums were seen 81 steps apart (the routing weight's gradient, L = 2048). A
-#: wrong row, a missing expert or a stale scale is off by far more.
+#: Rows may differ by this many rounding steps of the experts' dtype, and by SPREAD sqrt(L) of the accumulator's for
+#: sums of L terms: two right orders of float32 sums were seen 81 steps apart (a routing weight's gradient, L = 2048).
+#: A wrong row, a missing expert or a stale scale is off by far more.
 STEPS, SPREAD = 16, 4
 
 

@@ -58,7 +58,7 @@ class Grouped(nn.Module):
 
     def inverse(self, perm: Tensor) -> Tensor:
         inverse = torch.empty_like(perm)
-        inverse[perm] = torch.arange(perm.size(0))
+        inverse[perm] = torch.arange(perm.size(0), device=perm.device)
         return inverse
 
     def total(self, z: Tensor) -> Tensor:

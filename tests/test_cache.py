@@ -30,7 +30,7 @@ if sys.argv[1] == "backward":
     # the digest is read from the sources: an edited file has another one
     fresh = lambda: "0123456789ab"
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("moe_inductor") and getattr(module, "digest", None) is digest.digest:
+        if getattr(module, "digest", None) is digest.digest:
             module.digest = fresh
 
 model, x = models.Residual(), models.rows(1, 7, models.HIDDEN)

@@ -105,6 +105,26 @@ def test_other_backends_in_the_same_process_keep_their_graphs():
     assert any("grouped_mm" in name for name in seen) and not any("megamoe" in name for name in seen)
 
 
+def broken(*args, **kwargs):
+    raise ZeroDivisionError("mine")
+
+
+@pytest.mark.parametrize(
+    "place", ["window.find", "functions.drop_unread_outputs", "selective.carry", "recogniser.recognise"]
+)
+def test_an_error_of_the_pass_is_not_an_error_of_the_model(monkeypatch, place):
+    monkeypatch.setattr(f"moe_inductor.passes.{place}", broken)
+    model, x = models.Residual(), models.rows(1, 7, HIDDEN)
+    twin = models.eager_twin(model)
+    models.assert_equal(
+        models.pull(torch.compile(model, backend=models.aot_eager()), model, x), models.pull(twin, twin, x)
+    )
+    assert [(r.code, "ZeroDivisionError" in r.why) for r in report().refused] == [("internal", True)]
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="mine"):
+        torch.compile(model, backend=models.aot_eager(), options={"moe.strict": True})(x)
+
+
 def test_a_functional_transform_of_parameters():
     """torch.func.functional_call with stand-ins for the parameters."""
     model, x = models.Residual(), models.rows(1, 7, HIDDEN)

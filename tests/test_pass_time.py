@@ -87,8 +87,8 @@ def test_layers_that_are_alike_are_proved_once(tmp_path, capsys, shape):
         found = fresh(tmp_path, DEPTH, shape)
         with capsys.disabled():
             print(
-                f"\n{DEPTH} layers, {shape}, {start}: {found['seconds']:.2f} s in the pass (target {TARGETS[shape]} s), "
-                f"verification {found['verify_ms_a_layer']:.2f} ms a layer"
+                f"\n{DEPTH} layers, {shape}, {start}: {found['seconds']:.2f} s in the pass "
+                f"(target {TARGETS[shape]} s), verification {found['verify_ms_a_layer']:.2f} ms a layer"
             )
         assert (found["fused"], found["refused"]) == (DEPTH, 0)
         # with symbolic lengths the first layer reads them from the input, all others from the sum before them
@@ -99,9 +99,8 @@ def test_layers_that_are_alike_are_proved_once(tmp_path, capsys, shape):
 def test_a_graph_without_experts_is_left_quickly(tmp_path, capsys):
     found = fresh(tmp_path, 0, "static")
     with capsys.disabled():
-        print(
-            f"\nno experts: {1e3 * found['seconds']:.1f} ms in the pass (target {1e3 * TARGETS['without experts']:.0f} ms)"
-        )
+        milliseconds, target = (1e3 * t for t in (found["seconds"], TARGETS["without experts"]))
+        print(f"\nno experts: {milliseconds:.1f} ms in the pass (target {target:.0f} ms)")
     assert (found["fused"], found["distinct"]) == (0, 0)
 
 
