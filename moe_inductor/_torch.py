@@ -185,7 +185,7 @@ def fake_mode() -> contextlib.AbstractContextManager[Any]:
 
 def inductor(options: Mapping[str, Any]) -> Callable[..., Any]:
     """Inductor as a backend with ``options``, checked as ``torch.compile(..., options=options)`` does."""
-    return torch._TorchCompileInductorWrapper(None, dict(options) or None, None)  # type: ignore[no-untyped-call]
+    return torch._TorchCompileInductorWrapper(None, dict(options) or None, None)
 
 
 @contextlib.contextmanager

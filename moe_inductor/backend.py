@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from . import _torch
-from .options import Options, Require, resolve
+from .options import OptionError, Options, Require, resolve
 from .passes.fuse import fuse as _fuse
 from .passes.verify import Verifier
-from .report import record
+from .report import Outcome, Reject, record
 
 log = logging.getLogger("moe_inductor")
 
@@ -74,12 +74,21 @@ def apply(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Opti
     start = time.perf_counter()
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     verifier = Verifier(options.verify, dict(zip(placeholders, example_inputs, strict=False)))
-    outcomes = _fuse(gm, options, verifier)
+    try:
+        outcomes: list[Outcome] = _fuse(gm, options, verifier)
+    except OptionError:
+        raise
+    except Exception as e:  # whatever is wrong with us, the user's model compiles
+        if options.strict:
+            raise
+        outcomes = [Reject(_SELF, "internal", f"{type(e).__name__}: {e}")]
     entry = record(outcomes, seconds=time.perf_counter() - start)
     if options.require is Require.ALL:
         entry.require_all()
 
 
+#: Where a failure of the pass itself is said to be, when no region is to blame.
+_SELF = "moe_inductor"
 _WARNED: set[str] = set()
 
 

@@ -17,7 +17,7 @@ from . import functions, routers, selective, window
 from .modules import Body, bodies
 from .recognise import Match
 from .recogniser import Recogniser
-from .rewrite import rewrite
+from .rewrite import emit, replace
 
 log = logging.getLogger(__name__)
 
@@ -131,10 +131,12 @@ def _write(body: Body, proposals: Sequence[tuple[int, Proposal]], outcomes: list
     output = untouched.graph_copy(body.module.graph, {}, return_output_node=True)
     assert output is not None
     try:
-        for _, proposal in proposals:
-            added = rewrite(body.module.graph, proposal.match, proposal.plan, recompute_all=proposal.recompute_all)
-            selective.note(added, proposal.window)
-        body.module.graph.lint()
+        graph = body.module.graph
+        emitted = [emit(graph, p.match, p.plan, recompute_all=p.recompute_all) for _, p in proposals]
+        for one, (_, proposal) in zip(emitted, proposals, strict=True):
+            selective.note(one.added, proposal.window)
+        replace(graph, emitted)
+        graph.lint()
     except Exception as e:
         untouched.output(output[0])  # type: ignore[index]
         body.module.graph = untouched

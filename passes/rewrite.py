@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,25 +17,48 @@ from .shadow import storage, writes
 from .window import example
 
 
-def rewrite(graph: torch.fx.Graph, match: Match, plan: str, *, recompute_all: bool) -> list[torch.fx.Node]:
-    """Replace the region of ``match`` in ``graph`` by the operators, erase what is dead, and return the new nodes."""
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """The operators of one region, in the graph but not yet read: ``out`` takes the place of the region's end."""
+
+    match: Match
+    added: tuple[torch.fx.Node, ...]
+    out: torch.fx.Node
+
+
+def emit(graph: torch.fx.Graph, match: Match, plan: str, *, recompute_all: bool) -> Emitted:
+    """Write the operators of ``match`` in front of its end."""
     end = match.end
     before = set(graph.nodes)
     with graph.inserting_before(end):
         out = _emit(graph, match, plan, recompute_all=recompute_all)
-    added = [n for n in graph.nodes if n not in before]
+    added = tuple(n for n in graph.nodes if n not in before)
     for node in added:
         node.stack_trace = end.stack_trace
         if "nn_module_stack" in end.meta:
             node.meta["nn_module_stack"] = end.meta["nn_module_stack"]
     out.meta["example_value"] = end.meta.get("example_value")
-    end.replace_all_uses_with(out)
-    _erase(graph, match)
-    return added
+    return Emitted(match, added, out)
+
+
+def replace(graph: torch.fx.Graph, emitted: Sequence[Emitted]) -> None:
+    """Let the operators take the regions' places, and erase what is dead.
+
+    All regions at once: the end of one may be an operand of the next, and regions beside each other may share nodes.
+    """
+    for one in emitted:
+        one.match.end.replace_all_uses_with(one.out)
+    for one in emitted:
+        _erase(graph, one.match)
+
+
+def rewrite(graph: torch.fx.Graph, match: Match, plan: str, *, recompute_all: bool) -> None:
+    """Replace the one region of ``match`` in ``graph``."""
+    replace(graph, [emit(graph, match, plan, recompute_all=recompute_all)])
 
 
 def _emit(graph: torch.fx.Graph, match: Match, plan: str, *, recompute_all: bool) -> torch.fx.Node:
-    spec, tail = str(match.spec.ops), (str(match.spec.ops), plan, digest())
+    tail = (str(match.spec.ops), plan, digest())
     consts = list(match.constants)
     x, idx, w1, w2 = (_node(graph, o) for o in (match.x, match.idx, match.w1, match.w2))
     weights, b1, b2 = (None if o is None else _node(graph, o) for o in (match.weights, match.b1, match.b2))
@@ -51,7 +76,6 @@ def _emit(graph: torch.fx.Graph, match: Match, plan: str, *, recompute_all: bool
         out = graph.call_function(torch.ops.megamoe.experts.default, (x, idx, weights, w1, b1, w2, b2, consts, *tail))
     if match.spec.ops.combine is Combine.ROWS and match.order is not None:
         out = graph.call_function(operator.getitem, (out, match.order))
-    del spec
     held = example(match.end)
     if held is not None and held.dim() != 2:
         shape = tuple(_size(s) for s in held.shape)
@@ -78,8 +102,9 @@ def _node(graph: torch.fx.Graph, operand: Operand) -> torch.fx.Node:
 
 def _erase(graph: torch.fx.Graph, match: Match) -> None:
     """Erase the interior, and then what nothing reads any more: sorts, counts, gathered rows, the inverse order."""
-    doomed = [n for n in match.nodes if n in match.interior]
-    alive = [n for n in match.nodes if n not in match.interior]
+    present = set(graph.nodes)
+    doomed = [n for n in match.nodes if n in match.interior and n in present]
+    alive = [n for n in match.nodes if n not in match.interior and n in present]
     while doomed:
         for node in reversed(doomed):
             if not node.users:

@@ -17,6 +17,7 @@ from moe_inductor.passes.recogniser import Recogniser
 from moe_inductor.passes.values import Value
 from moe_inductor.report import last, reset
 from tests import families
+from tests.moe_forms import grouped_mm
 from tests.near_misses import Batched, Grouped, H, T
 
 
@@ -368,3 +369,66 @@ def test_a_region_without_gradients_inside_a_graph_with_them_is_fused() -> None:
     (fused,) = entry.outcomes
     assert isinstance(fused, Fused)
     assert not fused.spec.training
+
+
+def matched(module: nn.Module, x: torch.Tensor) -> int:
+    """How many regions of ``module`` are fused, once its values and gradients were found equal to eager's."""
+    results = []
+    for fn in (module, torch.compile(module, backend=lambda g, i: fuse(g, i, {"moe.strict": True}).forward)):
+        module.zero_grad()
+        y = fn(x)
+        y.square().sum().backward()
+        results.append([y.detach(), *(p.grad for p in module.parameters())])
+    entry = last()
+    assert entry is not None
+    fused = len(entry.fused)
+    for eager, ours in zip(*results, strict=True):  # 16 roundings a layer, as verification allows
+        assert float((ours - eager).norm() / eager.norm()) <= 16 * fused * torch.finfo(torch.float32).eps
+    return fused
+
+
+def test_the_end_of_one_region_may_be_the_start_of_the_next() -> None:
+    assert matched(nn.Sequential(Grouped(), Batched(), Grouped()), torch.randn(T, H)) == 3
+
+
+def test_regions_beside_each_other_may_share_their_routing() -> None:
+    class Twice(Grouped):
+        """Two banks of experts behind one router, their nodes interleaved."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.w3, self.w4 = nn.Parameter(self.w1.detach() * 2), nn.Parameter(self.w2.detach() * 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            w, idx = self.route(x)
+            ids = idx.reshape(-1)
+            ordered, perm = self.order(ids)
+            ends = self.ends(self.counts(ids, ordered))
+            rows = [self.gather(x, perm), self.gather(x, perm)]
+            hidden = [grouped_mm(r, w.mT, ends) for r, w in zip(rows, (self.w1, self.w3), strict=True)]
+            down = [grouped_mm(self.act(h, x), w.mT, ends) for h, w in zip(hidden, (self.w2, self.w4), strict=True)]
+            z = [y * self.weights(w, perm).unsqueeze(-1) for y in down]
+            return self.total(z[0][self.inverse(perm)]) + self.total(z[1][self.inverse(perm)])
+
+    assert matched(Twice(), torch.randn(T, H)) == 2
+
+
+def test_a_failure_of_the_pass_leaves_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("broken")
+
+    module, x = Grouped(), torch.randn(T, H)
+    for target in ("window.find", "modules.bodies", "recogniser.recognise", "rewrite._emit", "routers.unfused"):
+        with monkeypatch.context() as patch:
+            where = f"moe_inductor.passes.{target}"
+            patch.setattr("moe_inductor.passes.fuse.bodies" if target == "modules.bodies" else where, fail)
+            torch._dynamo.reset()
+            compiled = torch.compile(module, backend=lambda g, i: fuse(g, i, {"moe.verify": "off"}).forward)
+            torch.testing.assert_close(compiled(x), module(x))
+            entry = last()
+            assert entry is not None
+            assert [r.code for r in entry.refused] == ["internal"], target
+            torch._dynamo.reset()
+            strict = torch.compile(module, backend=lambda g, i: fuse(g, i, {"moe.strict": True}).forward)
+            with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="broken"):
+                strict(x)
