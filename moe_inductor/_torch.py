@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -245,3 +246,23 @@ def uncached(fake_mode: Any) -> Iterator[None]:
         yield
     finally:
         fake_mode.cache_enabled = was
+
+
+def before_ddp_split(see: Callable[[Callable[..., Any], dict[str, Any], torch.fx.GraphModule, Any], Any]) -> None:
+    """Call ``see(backend, its keyword arguments, graph, inputs)`` with each whole graph that DDP is about to cut into
+    one graph a bucket; the context manager that it returns is open while the pieces are compiled."""
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    original = DDPOptimizer.compile_fn
+
+    @functools.wraps(original)
+    def compile_fn(self: Any, gm: torch.fx.GraphModule, example_inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        backend, options = self.backend_compile_fn, {}
+        while hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        if hasattr(backend, "compiler_fn"):
+            backend, options = backend.compiler_fn, backend.kwargs
+        with see(backend, options, gm, example_inputs):
+            return original(self, gm, example_inputs, *args, **kwargs)
+
+    DDPOptimizer.compile_fn = compile_fn  # type: ignore[method-assign]

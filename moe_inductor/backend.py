@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -60,12 +62,13 @@ def with_inner(compiler: Compiler) -> Callable[..., Callable[..., Any]]:
     ) -> Callable[..., Any]:
         return compiler(fuse(gm, example_inputs, options), example_inputs)
 
+    backend.is_megamoe = True  # type: ignore[attr-defined]
     return backend
 
 
 def apply(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
     """The pass with resolved options: :func:`fuse` without reading the environment again."""
-    if options.disabled:
+    if options.disabled or _SEEN_WHOLE.get():
         return
     why = _torch.unsupported()
     if why is not None:
@@ -90,6 +93,29 @@ def apply(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Opti
 #: Where a failure of the pass itself is said to be, when no region is to blame.
 _SELF = "moe_inductor"
 _WARNED: set[str] = set()
+_SEEN_WHOLE: ContextVar[bool] = ContextVar("_SEEN_WHOLE", default=False)
+
+
+@contextmanager
+def _before_ddp_split(
+    backend: Callable[..., Any], given: Mapping[str, Any], gm: torch.fx.GraphModule, example_inputs: Sequence[Any]
+) -> Iterator[None]:
+    """DDP cuts a graph where a bucket of gradients ends, in the middle of a layer as well: fuse before it does, and let
+    the pieces be."""
+    if not getattr(backend, "is_megamoe", False):
+        yield
+        return
+    options, _ = resolve(given.get("options"), given.get("mode"), os.environ)
+    apply(gm, example_inputs, options)
+    token = _SEEN_WHOLE.set(True)
+    try:
+        yield
+    finally:
+        _SEEN_WHOLE.reset(token)
+
+
+megamoe.is_megamoe = True  # type: ignore[attr-defined]
+_torch.before_ddp_split(_before_ddp_split)
 
 
 def _warn_once(text: str) -> None:

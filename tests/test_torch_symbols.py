@@ -1,5 +1,7 @@
 """One test for each private name of torch that ``_torch.py`` uses: a new torch breaks here first."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -201,3 +203,48 @@ def test_cache_dir(monkeypatch, tmp_path):
 def test_device_facts():
     assert _torch.device_name(torch.device("cpu")) == "cpu"
     assert _torch.free_memory("cpu") > 0
+
+
+def test_untraced_values_stay_out_of_the_graph():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def f(x):
+        with _torch.untraced():
+            x.new_empty(3).add_(1)
+        return x + 1
+
+    graph = make_fx(f)(torch.ones(2))
+    assert [n.name for n in graph.graph.nodes if n.op == "call_function"] == ["add"]
+    with _torch.untraced():
+        assert torch.ones(1).item() == 1
+
+
+def test_symbolic_results_are_not_cached(monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    with _torch.uncached(mode):
+        assert not mode.cache_enabled
+    assert mode.cache_enabled
+
+
+def test_ddp_shows_the_graph_that_it_is_about_to_cut(monkeypatch):
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    seen = []
+
+    @contextlib.contextmanager
+    def see(backend, options, graph, inputs):
+        seen.append((backend, options, graph))
+        yield
+
+    def backend(graph, inputs, *, options):
+        return graph.forward
+
+    monkeypatch.setattr(DDPOptimizer, "compile_fn", lambda self, gm, inputs: "cut")
+    _torch.before_ddp_split(see)
+    wrapper = torch._TorchCompileWrapper(backend, None, {"moe.strict": True}, None)
+    graph = torch.fx.symbolic_trace(lambda x: x + 1)
+    optimizer = DDPOptimizer(1, wrapper)
+    assert optimizer.compile_fn(graph, [torch.ones(1)]) == "cut"
+    assert seen == [(backend, {"options": {"moe.strict": True}}, graph)]
