@@ -146,7 +146,7 @@ def _run(cell: Cell, inner: Inner) -> Result:
             result,
             status=Status.NOTHING,
             code="unseen",
-            why=f"{found.compiles} graphs hold no expert matmul of a form that is known",
+            why=f"{found.compiles} graph(s) hold no expert matmul of a known form",
         )
     return result
 

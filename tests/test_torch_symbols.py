@@ -245,6 +245,6 @@ def test_ddp_shows_the_graph_that_it_is_about_to_cut(monkeypatch):
     _torch.before_ddp_split(see)
     wrapper = torch._TorchCompileWrapper(backend, None, {"moe.strict": True}, None)
     graph = torch.fx.symbolic_trace(lambda x: x + 1)
-    optimizer = DDPOptimizer(1, wrapper)
+    optimizer = DDPOptimizer(25 << 20, wrapper)
     assert optimizer.compile_fn(graph, [torch.ones(1)]) == "cut"
     assert seen == [(backend, {"options": {"moe.strict": True}}, graph)]
