@@ -142,23 +142,16 @@ def no_new_guards(shape_env: Any, error: type[Exception]) -> Iterator[None]:
     if shape_env is None:
         yield
         return
-    if not hasattr(shape_env, "error_on_new_guards"):
-        was_frozen, before = shape_env.frozen, shape_env.counter["ignored_backward_guard"]
-        shape_env.frozen = True
-        try:
-            yield
-        finally:
-            shape_env.frozen = was_frozen
-        if shape_env.counter["ignored_backward_guard"] != before:
-            raise error("a size would have to be fixed")
-        return
-    from torch.fx.experimental.symbolic_shapes import _ShapeEnvGuardError
 
+    def refuse(expr: Any, value: Any) -> None:
+        raise error(f"{expr} == {value}")
+
+    # asked before every guard, and before its answer is cached; torch 2.12 has error_on_new_guards() for this
+    shape_env._check_frozen = refuse
     try:
-        with shape_env.error_on_new_guards():
-            yield
-    except _ShapeEnvGuardError as e:
-        raise error(str(e)) from e
+        yield
+    finally:
+        del shape_env._check_frozen
 
 
 def enters_autocast(node: torch.fx.Node) -> bool:

@@ -31,6 +31,7 @@ def spec(dtype=torch.bfloat16):
     return MoESpec(
         ops=ops,
         tokens=sympy.Symbol("s0", integer=True, positive=True),
+        top_k=sympy.Integer(2),
         hidden=64,
         inter=32,
         out_hidden=64,

@@ -44,6 +44,7 @@ def spec(tokens=64, *, training=True, grads=frozenset(Grad), combine=Combine.WEI
     return MoESpec(
         ops=ops,
         tokens=sympy.sympify(tokens),
+        top_k=sympy.Integer(2),
         hidden=16,
         inter=32,
         out_hidden=16,
