@@ -29,14 +29,13 @@ class Pulled:
 
 
 def activate(
-    h: Tensor, consts: Sequence[float], spec: ExpertsSpec, *, block: int, scale: Tensor | None = None
+    h: Tensor, consts: Sequence[float], spec: ExpertsSpec, *, block: int, out: Tensor | None = None
 ) -> Tensor:
-    """a [N, I] of h [N, W], times ``scale`` [N, 1] where given, at most ``block`` elements of h at a time."""
-    a = h.new_empty(h.shape[0], inter(h, spec))
+    """a [N, I] of h [N, W], at most ``block`` elements of h at a time, written to ``out`` where given."""
+    a = h.new_empty(h.shape[0], inter(h, spec)) if out is None else out
     for own in _blocks(h, block):
-        g, u = activations.split(h[own].to(accumulator(h, scale), copy=True), spec)
-        value = activations.evaluate_scratch(spec.activation, g, u, consts)
-        a[own] = value if scale is None else value * scale[own]
+        g, u = activations.split(h[own].to(accumulator(h), copy=True), spec)
+        a[own] = activations.evaluate_scratch(spec.activation, g, u, consts)
     return a
 
 
@@ -49,13 +48,16 @@ def pull(
     need: Need,
     *,
     block: int,
+    dh: Tensor | None = None,
 ) -> Pulled:
     """One pass over h [N, W], given ``da`` [N, I], the gradient of a before the routing weight ``scale`` [N, 1].
 
-    ``need``: ``Grad.X`` for dh, ``Grad.WEIGHTS`` for the row dots (both need ``da``), ``Grad.W2`` for a times scale.
+    ``need``: ``Grad.X`` for dh (written to ``dh`` where given), ``Grad.WEIGHTS`` for the row dots (both need ``da``),
+    ``Grad.W2`` for a times scale.
     """
     acc = accumulator(h, scale)
-    dh = h.new_empty(h.shape) if Grad.X in need else None
+    if dh is None and Grad.X in need:
+        dh = h.new_empty(h.shape)
     row_dots = h.new_empty(h.shape[0], dtype=acc) if Grad.WEIGHTS in need else None
     scaled_a = h.new_empty(h.shape[0], inter(h, spec)) if Grad.W2 in need else None
     for own in _blocks(h, block):
@@ -63,12 +65,14 @@ def pull(
         g, u = activations.split(scratch, spec)
         a, back = activations.differentiate_scratch(spec.activation, g, u, consts)
         by = None if scale is None else scale[own]
-        da_own = None if da is None else da[own].to(acc, copy=by is not None)
-        if row_dots is not None:
-            torch.sum(da_own * a, 1, out=row_dots[own])
         if scaled_a is not None:
             scaled_a[own] = a if by is None else a * by
-        if dh is None or da_own is None:
+        if da is None:
+            continue
+        da_own = da[own].to(acc, copy=by is not None)
+        if row_dots is not None:
+            torch.sum(da_own * a, 1, out=row_dots[own])
+        if dh is None:
             continue
         dg, du = back(da_own if by is None else da_own.mul_(by))
         if dg is g:

@@ -173,7 +173,7 @@ def run(
 ) -> dict[str, Tensor | None]:
     """The output, and the gradient of every float operand (None where it has none) for a fixed output gradient."""
     y = form(o, spec, plan)
-    dy = torch.cos(torch.arange(y.numel(), device=y.device)).view(y.shape).to(spec.out_dtype)
+    dy = torch.cos(torch.arange(y.numel())).view(y.shape).to(y.device, spec.out_dtype)
     if y.requires_grad:
         y.backward(dy.to(y.dtype))
     return {"y": y.detach()} | {f"d{name}": t.grad for name, t in o.floats().items()}

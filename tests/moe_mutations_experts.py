@@ -190,7 +190,7 @@ def rows_detached(m: Block, c: Flow) -> None:
     c.xs = c.xs.detach()
 
 
-@mutation("act", attacks="gradient")
+@mutation("act", attacks="gradient", needs=lambda c: c.train)  # else there is no gradient to lose
 def no_grad_inside(m: Block, c: Flow) -> None:
     with torch.no_grad():
         activate(m, c)

@@ -148,7 +148,12 @@ near_miss("not_restored", base=Grouped, inverse=lambda self, perm: torch.arange(
 near_miss("mean_over_experts", base=Grouped, total=lambda self, z: z.view(-1, K, H).mean(dim=1))
 near_miss("max_over_experts", base=Grouped, total=lambda self, z: z.view(-1, K, H).amax(dim=1))
 near_miss("slots_summed_across_tokens", base=Grouped, total=lambda self, z: z.view(K, -1, H).sum(dim=0))
-near_miss("last_expert_left_out", "up has 3 experts", base=Grouped, up=lambda self, xs, n: grouped_mm(xs, self.w1.mT[:-1], n[:-1]))
+near_miss(
+    "last_expert_left_out",
+    "up has 3 experts",
+    base=Grouped,
+    up=lambda self, xs, n: grouped_mm(xs, self.w1.mT[:-1], n[:-1]),
+)
 near_miss("softmax_over_columns", base=Grouped, act=lambda self, h, xs: h[:, :I].softmax(-1) * h[:, I:])
 near_miss("sum_over_rows", base=Grouped, act=lambda self, h, xs: F.silu(h[:, :I]).cumsum(0) * h[:, I:])
 near_miss("residual_before_down", base=Grouped, act=lambda self, h, xs: F.silu(h[:, :I]) * h[:, I:] + xs[:, :I])
@@ -161,7 +166,12 @@ near_miss("detached_rows", base=Batched, rows=lambda self, x, w: x.repeat_interl
 near_miss("another_expert_down", base=Batched, down_ids=lambda self, idx: (idx.reshape(-1) + 1) % E)
 near_miss("slots_swapped_down", base=Batched, down_ids=lambda self, idx: idx.flip(1).reshape(-1))
 near_miss("dropout_inside", base=Batched, act=lambda self, h, xs: F.dropout(F.silu(h[:, :I]) * h[:, I:]))
-near_miss("norm_before_down", "columns move", base=Batched, act=lambda self, h, xs: F.rms_norm(F.silu(h[:, :I]) * h[:, I:], (I,)))
+near_miss(
+    "norm_before_down",
+    "columns move",
+    base=Batched,
+    act=lambda self, h, xs: F.rms_norm(F.silu(h[:, :I]) * h[:, I:], (I,)),
+)
 near_miss("rounded_inside", base=Batched, act=lambda self, h, xs: F.silu(h[:, :I].bfloat16()).float() * h[:, I:])
 near_miss("scaled_by_the_input", base=Batched, act=lambda self, h, xs: F.silu(h[:, :I]) * h[:, I:] * xs[:, :1])
 near_miss("max_over_slots", base=Batched, total=lambda self, y, w: (y * w.view(-1, 1)).view(-1, K, H).amax(dim=1))

@@ -38,7 +38,7 @@ def test_derivative_of_expressions(text: str) -> None:
 
 
 def check_against_autograd(text: str, g: torch.Tensor, u: torch.Tensor) -> None:
-    """Run forward the rules are ordinary differentiable PyTorch code, so autograd is an oracle for the backward ones."""
+    """Run forward, the rules are differentiable PyTorch code: autograd is an oracle for the backward ones."""
     g, u = g.clone().requires_grad_(), u.clone().requires_grad_()
     value = activations.evaluate(text, g, u, CONSTS)
     if text in ACTIVATIONS | SINGLE:
