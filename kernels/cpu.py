@@ -61,9 +61,7 @@ def up_backward(
     return None if back is None else _sum_slots(back, rows, None, x.dtype), dw1, db1
 
 
-def down(
-    a: Tensor, rows: Rows, weights: Tensor | None, w2: Tensor, b2: Tensor | None, spec: ExpertsSpec
-) -> Tensor:
+def down(a: Tensor, rows: Rows, weights: Tensor | None, w2: Tensor, b2: Tensor | None, spec: ExpertsSpec) -> Tensor:
     """y [T, H], or [N, H] in slot order."""
     w, a = in_out(w2, spec.w2), a.contiguous()
     out = a.new_empty(a.shape[0], w.shape[2])

@@ -57,9 +57,7 @@ def up_backward(
     return dx, dw1, db1
 
 
-def down(
-    a: Tensor, rows: Rows, weights: Tensor | None, w2: Tensor, b2: Tensor | None, spec: ExpertsSpec
-) -> Tensor:
+def down(a: Tensor, rows: Rows, weights: Tensor | None, w2: Tensor, b2: Tensor | None, spec: ExpertsSpec) -> Tensor:
     """y [T, H], or [N, H] in slot order."""
     out = _grouped_mm(a.contiguous(), in_out(w2, spec.w2), rows)
     if b2 is not None:

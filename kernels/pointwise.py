@@ -28,9 +28,7 @@ class Pulled:
     scaled_a: Tensor | None
 
 
-def activate(
-    h: Tensor, consts: Sequence[float], spec: ExpertsSpec, *, block: int, out: Tensor | None = None
-) -> Tensor:
+def activate(h: Tensor, consts: Sequence[float], spec: ExpertsSpec, *, block: int, out: Tensor | None = None) -> Tensor:
     """a [N, I] of h [N, W], at most ``block`` elements of h at a time, written to ``out`` where given."""
     a = h.new_empty(h.shape[0], inter(h, spec)) if out is None else out
     for own in _blocks(h, block):

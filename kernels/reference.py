@@ -55,9 +55,7 @@ def up_backward(
     )
 
 
-def down(
-    a: Tensor, rows: Rows, weights: Tensor | None, w2: Tensor, b2: Tensor | None, spec: ExpertsSpec
-) -> Tensor:
+def down(a: Tensor, rows: Rows, weights: Tensor | None, w2: Tensor, b2: Tensor | None, spec: ExpertsSpec) -> Tensor:
     """y [T, H], or [N, H] in slot order."""
     acc = accumulator(w2, weights)
     out = a.new_zeros(rows.order.numel(), width(w2, spec.w2), dtype=acc)

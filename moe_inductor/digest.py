@@ -9,12 +9,13 @@ from importlib import metadata
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
+_FILES = ("ops.py", "opdef.py", "whole.py", "activation.py", "spec.py")
 
 
 @functools.lru_cache(maxsize=1)
 def digest() -> str:
     """12 hexadecimal digits for the code that the operators run: the kernels, the operators and their vocabulary."""
-    files = [_PACKAGE / name for name in ("ops.py", "activation.py", "spec.py")]
+    files = [_PACKAGE / name for name in _FILES]
     return _digest(files + sorted((_PACKAGE / "kernels").glob("*.py")))
 
 

@@ -320,12 +320,12 @@ def _interior(window: Window, seen: Shadow, end: torch.fx.Node) -> frozenset[tor
     inplace = {n for n in below - interior if not n.users and (own := seen.storages.get(n)) and own <= storages}
     for node in interior - {end}:
         for user in node.users:
-            if user not in interior and user not in inplace and not _is_dead(user):
+            if user not in interior and user not in inplace and not is_dead(user):
                 raise Refused("escape", f"{node.name}, inside the region, is read outside of it at {where(user)}")
     return frozenset(interior | inplace)
 
 
-def _is_dead(node: torch.fx.Node) -> bool:
+def is_dead(node: torch.fx.Node) -> bool:
     """Whether nothing comes of ``node``: a value that is written nowhere and that nobody reads."""
     computes = isinstance(node.meta.get("example_value"), (torch.Tensor, tuple, list))
-    return computes and not shadow.writes(node) and all(map(_is_dead, node.users))
+    return computes and not shadow.writes(node) and all(map(is_dead, node.users))

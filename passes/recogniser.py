@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..report import Reject
-from .recognise import Match, Operand, recognise
+from .recognise import Match, Operand, is_dead, recognise
 from .values import dim
 from .window import Window
 
@@ -88,7 +88,7 @@ def _key(
             _frozen(n.kwargs, place),
             blocked[n],
             _requires_grad(n),
-            any(u not in inside for u in n.users),
+            any(u not in inside and not is_dead(u) for u in n.users),
         )
         for n in window.nodes
     )
@@ -104,8 +104,8 @@ def _requires_grad(node: torch.fx.Node) -> bool:
 def _meta(node: torch.fx.Node, storages: dict[int, int]) -> Any:
     """What a leaf is, and with which other leaves it shares memory."""
     value = node.meta.get("example_value")
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
+    if not isinstance(value, torch.Tensor):  # a size, a number, or the body of a higher-order operator
+        return repr(value), node.target if node.op == "get_attr" else None
     storage = storages.setdefault(value.untyped_storage()._cdata, len(storages))
     sizes = tuple(str(dim(s)) for s in (*value.shape, *value.stride()))
     return sizes, value.dtype, value.device, value.requires_grad, storage

@@ -70,12 +70,15 @@ class Operands:
 
     def copied(self, dtype: torch.dtype | None = None, only: frozenset[str] | None = None) -> Operands:
         """Fresh leaves, all (or those in ``only``) requiring gradients."""
-        return dataclasses.replace(self, **{
-            name: t.detach().to(t.dtype if dtype is None else dtype, copy=True).requires_grad_(
-                only is None or name in only
-            )
-            for name, t in self.floats().items()
-        })
+        return dataclasses.replace(
+            self,
+            **{
+                name: t.detach()
+                .to(t.dtype if dtype is None else dtype, copy=True)
+                .requires_grad_(only is None or name in only)
+                for name, t in self.floats().items()
+            },
+        )
 
 
 def make(

@@ -210,7 +210,7 @@ def test_digest_follows_the_code(tmp_path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(first) == 12 and int(first, 16) >= 0
     copy = tmp_path / "package"
     copy.mkdir()
-    for name in ("ops.py", "activation.py", "spec.py"):
+    for name in digests._FILES:
         shutil.copy(digests._PACKAGE / name, copy / name)
     shutil.copytree(digests._PACKAGE / "kernels", copy / "kernels")
     monkeypatch.setattr(digests, "_PACKAGE", copy)
