@@ -33,6 +33,8 @@ def family(plan: str) -> Family:
 
 
 def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The custom operator ``megamoe::name``; the first argument of ``kernel`` is a tensor on the operator's device."""
+
     def run(*args: Any) -> Any:
         with _no_autocast(args[0].device.type):
             return kernel(*args)
@@ -48,6 +50,7 @@ def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def same_dtype(op: str, **operands: Tensor | None) -> None:
+    """Raise TypeError, naming dtypes, where the operands of ``op`` differ in dtype."""
     dtypes = {name: t.dtype for name, t in operands.items() if t is not None}
     if len(set(dtypes.values())) > 1:
         given = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
@@ -60,6 +63,7 @@ def or_empty(like: Tensor, *grads: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def parse_need(text: str) -> Need:
+    """The gradients that an operator's ``need`` names."""
     return frozenset(Grad(name) for name in text.split(",") if name)
 
 
@@ -68,15 +72,18 @@ def asked(ctx: Any, **positions: int) -> str:
     return ",".join(name for name, at in positions.items() if ctx.needs_input_grad[at])
 
 
-def wanted(need: str, name: str, grad: Tensor) -> Tensor | None:
+def if_wanted(need: str, name: str, grad: Tensor) -> Tensor | None:
+    """``grad`` where ``need`` names it, None for the empty tensor that stands in its place."""
     return grad if name in need.split(",") else None
 
 
 def rows_of(spec: ExpertsSpec, tokens: int, order: Tensor, inverse: Tensor, offsets: Tensor) -> Rows:
-    return Rows(order, inverse, offsets, spec.top_k or order.shape[0] // max(tokens, 1))
+    """The row order of ``tokens`` tokens; a spec without a fixed top_k takes it from the shapes."""
+    return Rows(order, inverse, offsets, spec.top_k or max(order.shape[0] // max(tokens, 1), 1))
 
 
 def combined(spec: str, topk_weights: Tensor | None) -> ExpertsSpec:
+    """The spec, after a check that it goes with or without routing weights (ValueError)."""
     s = specs.parse(spec)
     if (topk_weights is None) != (s.combine is Combine.ROWS):
         raise ValueError(f"combine={s.combine.value} {'needs' if topk_weights is None else 'takes no'} topk_weights")

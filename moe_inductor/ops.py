@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import flops
 from . import spec as specs
 from .kernels.family import sort_by_expert, width
-from .opdef import KEY, ROWS, asked, combined, define, family, or_empty, parse_need, rows_of, same_dtype, wanted
+from .opdef import KEY, ROWS, asked, combined, define, family, if_wanted, or_empty, parse_need, rows_of, same_dtype
 from .spec import Grad
 from .whole import experts, experts_backward
 
@@ -113,7 +114,7 @@ def _up_autograd(ctx: Any, da: None, dh: Tensor | None) -> tuple[Tensor | None, 
     if dh is None or not need:
         return (None,) * 10
     dx, dw1, db1 = experts_up_backward(dh, *ctx.saved_tensors, *ctx.key, need)
-    grads = wanted(need, "x", dx), None, None, None, wanted(need, "w1", dw1), wanted(need, "b1", db1)
+    grads = if_wanted(need, "x", dx), None, None, None, if_wanted(need, "w1", dw1), if_wanted(need, "b1", db1)
     return *grads, None, None, None, None
 
 
@@ -199,8 +200,8 @@ def _down_autograd(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None or not need:
         return (None,) * 12
     dh, dweights, dw2, db2 = experts_down_backward(dy, *ctx.saved_tensors, *ctx.key, need)
-    grads = wanted(need, "weights", dweights), wanted(need, "w2", dw2), wanted(need, "b2", db2)
-    return None, wanted(need, "x", dh), None, None, None, *grads, None, None, None, None
+    grads = if_wanted(need, "weights", dweights), if_wanted(need, "w2", dw2), if_wanted(need, "b2", db2)
+    return None, if_wanted(need, "x", dh), None, None, None, *grads, None, None, None, None
 
 
 experts_down.register_autograd(_down_autograd, setup_context=_down_setup)

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from . import spec as specs
-from .kernels.family import width
-from .opdef import KEY, asked, combined, define, family, or_empty, parse_need, same_dtype, wanted
+from .kernels.family import Rows, sort_by_expert, width
+from .opdef import KEY, asked, combined, define, family, if_wanted, or_empty, parse_need, same_dtype
 from .spec import Combine, Grad
 
 
@@ -20,7 +20,7 @@ def _experts(
 ) -> Tensor:  # fmt: skip
     same_dtype("experts", x=x, w1=w1, b1=b1, w2=w2, b2=b2)
     s = combined(spec, topk_weights)
-    rows = rows_of(s, idx.shape[0], *_route(idx, spec, plan, digest)[:3])
+    rows = Rows(*sort_by_expert(idx, s.experts)[:3], s.top_k or max(idx.shape[1], 1))
     return family(plan).experts(x, rows, topk_weights, w1, b1, w2, b2, consts, s)
 
 
@@ -48,7 +48,7 @@ def _experts_backward(
     b2: Tensor | None, consts: Sequence[float], spec: str, plan: str, digest: str, need: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     s, kernels, wanted = specs.parse(spec), family(plan), parse_need(need)
-    rows = rows_of(s, idx.shape[0], *_route(idx, spec, plan, digest)[:3])
+    rows = Rows(*sort_by_expert(idx, s.experts)[:3], s.top_k or max(idx.shape[1], 1))
     below = wanted & {Grad.X, Grad.W1, Grad.B1}
     _, h = kernels.up(x, rows, w1, b1, consts, s)
     beside = wanted - {Grad.X} | ({Grad.X} if below else set())
@@ -87,7 +87,7 @@ def _experts_autograd(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None or not need:
         return (None,) * 11
     grads = experts_backward(dy, *ctx.saved_tensors, *ctx.key, need)
-    dx, *rest = (wanted(need, g.value, d) for g, d in zip(Grad, grads, strict=True))
+    dx, *rest = (if_wanted(need, g.value, d) for g, d in zip(Grad, grads, strict=True))
     return dx, None, *rest, None, None, None, None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -19,7 +20,7 @@ BOTH = [cut, whole]
 def check(o: Operands, spec: ExpertsSpec, family: str, form=cut, only: frozenset[str] | None = None) -> None:
     want = run(truth, o.copied(torch.float64, only), spec)
     got = run(form, o.copied(only=only), spec, f"{family}/auto")
-    widest = max(o.x.shape[1], o.w2.shape[1], o.w2.shape[2]) + o.x.shape[0] * spec.top_k
+    widest = max(o.x.shape[1], o.w2.shape[1], o.w2.shape[2]) + o.idx.numel()
     assert_close(got, want, bound(o.w1.dtype, widest))
 
 
@@ -54,6 +55,15 @@ def test_any_number_of_tokens_and_choices(family: str, dropped: bool, top_k: int
         for combine in Combine:
             spec = spec_of(dtype, top_k=top_k, combine=combine)
             check(make(spec, dtype, tokens=tokens, dropped=dropped, biases=True), spec, family, form)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_symbolic_top_k_is_read_off_the_shapes(family: str, tokens: int) -> None:
+    for form, combine in itertools.product(BOTH, Combine):
+        spec = spec_of(torch.float32, top_k=2, combine=combine)
+        o = make(spec, torch.float32, tokens=tokens, biases=True)
+        check(o, dataclasses.replace(spec, top_k=0), family, form)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
