@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from moe_inductor import ops
+from moe_inductor import opdef
 from moe_inductor.kernels import cpu
 from moe_inductor.report import report, reset
 from moe_inductor.spec import Grad
@@ -52,7 +52,7 @@ def kernels(monkeypatch):
         return run
 
     monkeypatch.setitem(
-        ops.FAMILIES,
+        opdef.FAMILIES,
         "cpu",
         types.SimpleNamespace(**{name: recording(name, getattr(cpu, name)) for name in cpu.__all__}),
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from moe_inductor import ops
+from moe_inductor import opdef
 from moe_inductor.kernels import cpu
 from moe_inductor.passes import verify
 from moe_inductor.report import last, report, reset
@@ -139,4 +139,4 @@ def test_a_verdict_is_kept_for_the_next_process_but_not_for_other_code(monkeypat
         assert len(runs) == expected
     outcome(options={"moe.verify": "all"})
     assert len(runs) == 3 and len(report().fused) == 1
-    assert ops.FAMILIES["cpu"] is cpu
+    assert opdef.FAMILIES["cpu"] is cpu
