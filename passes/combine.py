@@ -52,12 +52,12 @@ def outer(out: Value) -> Shape:
 def combined(shape: Shape, axes: Axes) -> Combined:
     """The weighted rows in the sum. Tries each way to read it; raises Refused with the reason of the last."""
     reason = Refused("combine", f"the summed rows are not weighted: {describe(shape.slots)}", shape.slots)
-    for slots, order, dtype in _unpermuted(shape.slots, axes):
-        for rows, weight in _products(slots):
-            try:
-                return _weighted(rows, weight, order, min((dtype, slots.dtype), key=_bits), shape, axes)
-            except Refused as refused:
-                reason = refused
+    slots, order, dtype = _unpermuted(shape.slots, axes)
+    for rows, weight in _products(slots):
+        try:
+            return _weighted(rows, weight, order, dtype, shape, axes)
+        except Refused as refused:
+            reason = refused
     raise reason
 
 
@@ -66,9 +66,9 @@ def _bits(dtype: torch.dtype) -> int:
     return torch.finfo(dtype).bits if dtype.is_floating_point else 0
 
 
-def _unpermuted(slots: Value, axes: Axes) -> Iterator[tuple[Value, Order, torch.dtype]]:
-    """``slots`` without reshapes, casts and the inverse permutation around the weighted rows, and the order that
-    leaves the rows in."""
+def _unpermuted(slots: Value, axes: Axes) -> tuple[Value, Order, torch.dtype]:
+    """``slots`` without reshapes, casts and the inverse permutation around the weighted rows, the order that leaves
+    the rows in, and the narrowest dtype on the way."""
     narrowest, order, value = slots.dtype, Order(None), slots
     while True:
         if value.op == "reshape" or (value.op == "cast" and first(value).dtype in DTYPES):
@@ -77,8 +77,7 @@ def _unpermuted(slots: Value, axes: Axes) -> Iterator[tuple[Value, Order, torch.
         elif value.op == "gather" and order.perm is None and (perm := _inverted(value, axes)) is not None:
             value, order = first(value), Order(perm)
         else:
-            yield value, order, narrowest
-            return
+            return value, order, narrowest
 
 
 def _inverted(gathered: Value, axes: Axes) -> Value | None:

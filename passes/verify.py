@@ -157,7 +157,7 @@ def _run(
     for node, leaf in zip(placeholders, leaves, strict=True):
         fresh = isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_inference()
         env[node] = leaf.detach() if fresh else leaf
-        if fresh and backward and example_requires_grad(node):
+        if fresh and backward and _takes_gradient(node):
             env[node].requires_grad_()
     with torch.set_grad_enabled(backward):
         # a leaf that takes a gradient cannot be written into; a copy of it can
@@ -179,7 +179,7 @@ def _run(
     return results
 
 
-def example_requires_grad(node: torch.fx.Node) -> bool:
+def _takes_gradient(node: torch.fx.Node) -> bool:
     """Whether the leaf takes part in autograd in the model."""
     held = example(node)
     return held is not None and held.requires_grad
