@@ -4,6 +4,8 @@ task on one core, its rows in that core's cache. The choices here and what they 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from moe_inductor.spec import ExpertsSpec, Grad
 
-from . import pointwise
+from . import activations, pointwise
 from .family import Need, Rows, accumulator, in_out
 from .workers import run_all, worker_count
 
@@ -122,17 +124,54 @@ def experts(
     consts: Sequence[float],
     spec: ExpertsSpec,
 ) -> Tensor:
-    """y, with h and a in cache only."""
-    first, second, tokens = in_out(w1, spec.w1), in_out(w2, spec.w2), rows.tokens
-    out = x.new_empty(rows.order.numel(), second.shape[2])
+    """y. Written for Inductor to trace (``whole.py``): everything but the matmuls becomes its loops."""
+    acc = accumulator(w2, weights)
+    h = grouped_mm(x.index_select(0, rows.tokens), in_out(w1, spec.w1), b1, rows.offsets)
+    g, u = activations.split(h.to(accumulator(h)), spec)
+    a = activations.evaluate(spec.activation, g, u, consts).to(h.dtype)
+    out = grouped_mm(a, in_out(w2, spec.w2), b2, rows.offsets)
+    kept = (rows.slots() < rows.offsets[-1]).unsqueeze(-1)
+    slots = out[rows.slots()].to(acc)
+    if weights is None:
+        return torch.where(kept, slots, 0).flatten(0, 1).to(spec.out_dtype)
+    applied = weights.to(spec.weight_dtype).unsqueeze(-1).to(acc)
+    return torch.where(kept, slots * applied, 0).sum(1).to(spec.out_dtype)
 
-    def run(group: Group) -> None:
-        xs = _gather(x, tokens[group.rows])
-        h = _matmul(xs, first, b1, group, out=xs.new_empty(xs.shape[0], first.shape[2]))
-        _matmul(pointwise.activate(h, consts, spec, block=BLOCK), second, b2, group, out=out[group.rows])
 
-    _each_group(run, rows, zero=(out,))
-    return _combine(out, rows, weights, spec)
+def _grouped_mm(x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+    ends = offsets.tolist()
+    out = x.new_empty(x.shape[0], w.shape[2])
+    none = (None,) * w.shape[0]
+    experts = tuple(zip(w.unbind(), none if bias is None else bias.unbind(), strict=True))
+
+    def run(own: slice) -> None:
+        start = ends[own.start - 1] if own.start else 0
+        mine = slice(start, ends[own.stop - 1])
+        sizes = [end - begin for begin, end in zip([start, *ends[own]], ends[own], strict=False)]
+        blocks = zip(sizes, x[mine].split(sizes), experts[own], out[mine].split(sizes), strict=True)
+        for size, xs, (weight, b), into in blocks:
+            if size and b is None:
+                torch.mm(xs, weight, out=into)
+            elif size and b is not None:
+                torch.addmm(b, xs, weight, out=into)
+
+    workers = worker_count()
+    cuts = [bisect.bisect_left(ends, ends[-1] * i // workers) for i in range(workers)] + [len(ends)]
+    run_all(run, [slice(a, b) for a, b in itertools.pairwise(cuts) if a < b])
+    return out
+
+
+#: ``megamoe::cpu_grouped_mm(x [N, in], w [E, in, out], bias [E, out] or None, offsets int32 [E]) -> [N, out]``, experts
+#: in parallel; rows from ``offsets[-1]`` on hold anything. ``torch._grouped_mm`` runs one expert after another, each on
+#: all threads.
+grouped_mm = torch.library.custom_op(
+    "megamoe::cpu_grouped_mm",
+    _grouped_mm,
+    mutates_args=(),
+    schema="(Tensor x, Tensor w, Tensor? bias, Tensor offsets) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+grouped_mm.register_fake(lambda x, w, bias, offsets: x.new_empty(x.shape[0], w.shape[2]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,8 +121,7 @@ def sort_by_expert(idx: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, T
     ids = idx.reshape(-1)
     ids = torch.where((ids < 0) | (ids >= experts), experts, ids)
     ranked, order = torch.sort(ids, stable=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.numel(), device=order.device))
     ends = torch.searchsorted(ranked, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True)
-    counts = ends.clone()
-    counts[1:] -= ends[:-1]
+    counts = ends - torch.nn.functional.pad(ends[:-1], (1, 0))
     return order, inverse, ends.to(torch.int32), counts

@@ -192,6 +192,14 @@ def eager() -> Iterator[None]:
         yield
 
 
+def decompose_in_inductor(op: torch._ops.OpOverload, composition: Callable[..., Any]) -> None:
+    """Let Inductor trace ``composition`` in place of ``op``, where it does not return NotImplemented."""
+    from torch._inductor import decomposition
+
+    decomposition.decompositions[op] = composition
+    decomposition.fast_random_decomps.cache_clear()  # a copy of the table
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` has no data because it is being traced."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -36,7 +36,7 @@ def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..
     """The custom operator ``megamoe::name``; the first argument of ``kernel`` is a tensor on the operator's device."""
 
     def run(*args: Any) -> Any:
-        with _no_autocast(args[0].device.type):
+        with no_autocast(args[0].device.type):
             return kernel(*args)
 
     op = torch.library.custom_op(f"megamoe::{name}", run, mutates_args=(), schema=schema, tags=_TAGS)
@@ -44,7 +44,7 @@ def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..
     return op
 
 
-def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """Operands already have the dtype that each matmul has under the region's autocast."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 

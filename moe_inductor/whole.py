@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from . import _torch
 from . import spec as specs
 from .kernels.family import Rows, sort_by_expert, width
-from .opdef import KEY, asked, combined, define, family, if_wanted, or_empty, parse_need, same_dtype
+from .opdef import KEY, asked, combined, define, family, if_wanted, no_autocast, or_empty, parse_need, same_dtype
 from .spec import Combine, Grad
 
 
@@ -41,6 +43,18 @@ experts = define(
     _experts,
     _experts_fake,
 )
+
+
+def _traced(x: Tensor, *args: Any) -> Any:
+    """The CPU's experts as the operators they are made of, whose pointwise ones Inductor fuses."""
+    *_, plan, _digest = args
+    if not plan.startswith("cpu/"):
+        return NotImplemented
+    with no_autocast("cpu"):
+        return _experts(x, *args)
+
+
+_torch.decompose_in_inductor(torch.ops.megamoe.experts.default, _traced)
 
 
 def _experts_backward(

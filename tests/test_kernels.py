@@ -7,8 +7,23 @@ import itertools
 
 import pytest
 import torch
-from experts_case import ACTIVATIONS, SINGLE, Operands, assert_close, bound, cut, make, run, spec_of, truth, whole
+from experts_case import (
+    ACTIVATIONS,
+    CONSTS,
+    SINGLE,
+    Operands,
+    assert_close,
+    bound,
+    cut,
+    make,
+    run,
+    spec_of,
+    truth,
+    whole,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from moe_inductor import ops
 from moe_inductor.spec import Combine, ExpertsSpec, Halves, Layout
 
 FAMILIES = ["reference", "cpu", "library"]
@@ -201,3 +216,42 @@ def test_recomputed_gradients_have_the_bits_of_saved_ones(family: str) -> None:
     apart = run(cut, o.copied(), spec, f"{family}/auto")
     together = run(whole, o.copied(), spec, f"{family}/auto")
     assert all(torch.equal(apart[name], together[name]) for name in apart if name != "y")
+
+
+def traced_by_inductor(o: Operands, spec: ExpertsSpec, plan: str) -> torch.fx.GraphModule:
+    """What Inductor makes of the single operator, with sizes of tokens left open."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    def call(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        return ops.experts(x, idx, weights, o.w1, o.b1, o.w2, o.b2, CONSTS, str(spec), plan, "")
+
+    with torch.no_grad():
+        return make_fx(call, select_decomp_table(), tracing_mode="symbolic", _allow_non_fake_inputs=True)(
+            o.x, o.idx, o.weights
+        )
+
+
+@pytest.mark.parametrize("combine", Combine)
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_inductor_sees_through_the_cpu_experts(dtype: torch.dtype, activation: str, combine: Combine) -> None:
+    halves = Halves.SINGLE if activation in SINGLE else Halves.INTERLEAVED
+    spec = spec_of(dtype, activation=activation, halves=halves, combine=combine, w2=Layout.IN_OUT)
+    o = make(spec, dtype, biases=True, dropped=True)
+    graph = traced_by_inductor(o, spec, "cpu/auto")
+    called = [n.target for n in graph.graph.nodes if n.op == "call_function"]
+    assert called.count(torch.ops.megamoe.cpu_grouped_mm.default) == 2
+    assert torch.ops.megamoe.experts.default not in called
+    assert not [t for t in called if isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable]
+    other = make(spec, dtype, biases=True, dropped=True, tokens=31)
+    for given in (o, dataclasses.replace(o, x=other.x, idx=other.idx, weights=other.weights)):
+        with torch.no_grad():
+            got = graph(given.x, given.idx, given.weights)
+        want = run(truth, given.copied(torch.float64), spec)
+        assert_close({"y": got}, {"y": want["y"]}, bound(dtype, 16, given.idx.numel()))
+
+
+def test_inductor_keeps_the_operator_of_other_families() -> None:
+    spec = spec_of(torch.float32)
+    graph = traced_by_inductor(make(spec, torch.float32), spec, "reference/auto")
+    assert torch.ops.megamoe.experts.default in [n.target for n in graph.graph.nodes]

@@ -20,12 +20,26 @@ def _two_threads():
     torch.set_num_threads(before)
 
 
-def test_every_item_runs_once_and_off_the_calling_thread() -> None:
+def test_every_item_runs_once_on_two_threads() -> None:
+    both = threading.Barrier(2, timeout=60)
     seen: list[tuple[int, int]] = []
-    workers.run_all(lambda i: seen.append((i, threading.get_ident())), range(50))
+
+    def task(i: int) -> None:
+        if i < 2:
+            both.wait()  # passes only where two tasks run at a time
+        seen.append((i, threading.get_ident()))
+
+    workers.run_all(task, range(50))
     assert sorted(i for i, _ in seen) == list(range(50))
-    assert threading.get_ident() not in {t for _, t in seen}
+    assert len({t for _, t in seen}) == 2
     assert torch.get_num_threads() == 2
+
+
+def test_operators_in_a_task_stay_on_its_thread() -> None:
+    a = torch.randn(2, 512, 512)
+    out = torch.empty(2, 512, 512)
+    workers.run_all(lambda i: torch.mm(a[i], a[i], out=out[i]), range(2))
+    assert torch.equal(out, torch.stack([a[i] @ a[i] for i in range(2)]))
 
 
 def test_tasks_see_the_callers_inference_mode_and_no_gradient() -> None:
@@ -52,13 +66,21 @@ def test_one_thread_needs_no_workers() -> None:
     assert set(seen) == {threading.get_ident()}
 
 
-def test_a_forked_child_starts_its_own_workers() -> None:
+def test_without_an_openmp_runtime_tasks_run_in_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_fork_region", lambda: None)
+    seen: list[int] = []
+    workers.run_all(lambda i: seen.append(threading.get_ident()), range(8))
+    assert workers.worker_count() == 1
+    assert seen == [threading.get_ident()] * 8
+
+
+def test_a_forked_child_works_in_its_one_thread() -> None:
     workers.run_all(lambda i: None, range(8))
     child = os.fork()
     if child == 0:
         seen: list[int] = []
         workers.run_all(seen.append, range(8))
-        os._exit(0 if sorted(seen) == list(range(8)) else 1)
+        os._exit(0 if seen == list(range(8)) and workers.worker_count() == 1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
