@@ -83,7 +83,10 @@ def differentiate(text: str, g: Tensor, u: Tensor | None, consts: Sequence[float
             if not isinstance(call, Call) or call not in grads or not isinstance(values[call], Tensor):
                 continue
             operands = [_operand(arg, values, consts) for arg in call.args]
-            for arg, operand, rule in zip(call.args, operands, RULES[call.op].grads, strict=False):
+            rules = RULES[call.op].grads
+            if any(isinstance(o, Tensor) for o in operands[len(rules) :]):
+                raise ValueError(f"{call.op} has no gradient for a bound that is not a constant")
+            for arg, operand, rule in zip(call.args, operands, rules, strict=False):
                 if isinstance(operand, Tensor):
                     share = rule(grads[call], values[call], *operands)
                     grads[arg] = grads[arg] + share if arg in grads else share

@@ -16,12 +16,15 @@ from moe_inductor.spec import ExpertsSpec, Grad
 
 from . import activations, pointwise
 from .family import Need, Rows, accumulator, in_out
+from .family import sort_by_expert as route
 from .workers import run_all, worker_count
 
 #: Elements of h a pointwise step works on: 1 MiB as float32, a second level cache of Zen 4.
 BLOCK = 1 << 18
 #: Rows of a task.
 GROUP = 256
+#: Multiply-adds of a call below which its tasks are not shared out.
+MIN_SHARED = 0
 
 
 def up(
@@ -37,7 +40,7 @@ def up(
         _matmul(_gather(x, tokens[own]), w, b1, group, out=h[own])
         pointwise.activate(h[own], consts, spec, block=BLOCK, out=a[own])
 
-    _each_group(run, rows, zero=(h, a))
+    _each_group(run, rows, row_work=w[0].numel(), zero=(h, a))
     return a, h
 
 
@@ -59,7 +62,8 @@ def up_backward(
         if db1 is not None:
             _bgrad(own.to(accumulator(own)), group, out=db1)
 
-    _each_group(run, rows, zero=(back,), per_expert=(dw1, db1))
+    row_work = w[0].numel() * sum(t is not None for t in (back, dw1))
+    _each_group(run, rows, row_work=row_work, zero=(back,), per_expert=(dw1, db1))
     return None if back is None else _sum_slots(back, rows, None, x.dtype), dw1, db1
 
 
@@ -68,7 +72,10 @@ def down(a: Tensor, rows: Rows, weights: Tensor | None, w2: Tensor, b2: Tensor |
     w, a = in_out(w2, spec.w2), a.contiguous()
     out = a.new_empty(a.shape[0], w.shape[2])
 
-    _each_group(lambda group: _matmul(a[group.rows], w, b2, group, out=out[group.rows]), rows, zero=(out,))
+    def run(group: Group) -> None:
+        _matmul(a[group.rows], w, b2, group, out=out[group.rows])
+
+    _each_group(run, rows, row_work=w[0].numel(), zero=(out,))
     return _combine(out, rows, weights, spec)
 
 
@@ -106,7 +113,8 @@ def down_backward(
         if db2 is not None:
             _bgrad(drow.to(acc) if by is None else drow * by, group, out=db2)
 
-    _each_group(run, rows, zero=(dh, dots), per_expert=(dw2, db2))
+    row_work = w[0].numel() * sum((dh is not None or dots is not None, dw2 is not None))
+    _each_group(run, rows, row_work=row_work, zero=(dh, dots), per_expert=(dw2, db2))
     dweights = None
     if dots is not None and weights is not None:
         dweights = dots.index_select(0, rows.inverse).view(weights.shape).to(weights.dtype)
@@ -157,7 +165,7 @@ def _grouped_mm(x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor) -> T
 
     workers = worker_count()
     cuts = [bisect.bisect_left(ends, ends[-1] * i // workers) for i in range(workers)] + [len(ends)]
-    run_all(run, [slice(a, b) for a, b in itertools.pairwise(cuts) if a < b])
+    run_all(run, [slice(a, b) for a, b in itertools.pairwise(cuts) if a < b], share=ends[-1] * w[0].numel() >= MIN_SHARED)
     return out
 
 
@@ -204,10 +212,12 @@ def _each_group(
     run: Callable[[Group], object],
     rows: Rows,
     *,
+    row_work: int,
     zero: Sequence[Tensor | None],
     per_expert: Sequence[Tensor | None] = (),
 ) -> None:
-    """``run`` for all groups of experts with rows, in parallel; dropped rows of ``zero`` and the entries of
+    """``run`` for all groups of experts with rows, in parallel unless that is little work, at ``row_work`` multiply-adds
+    a row; dropped rows of ``zero`` and the entries of
     ``per_expert`` whose expert has no rows are set to zero."""
     ends = [0, *rows.offsets.tolist()]
     sizes = [end - start for start, end in zip(ends, ends[1:], strict=False)]
@@ -219,7 +229,8 @@ def _each_group(
             for e, size in enumerate(sizes):
                 if size == 0:
                     t[e].zero_()
-    run_all(run, sorted(_groups(sizes), key=lambda g: g.rows.start - g.rows.stop))
+    groups = sorted(_groups(sizes), key=lambda g: g.rows.start - g.rows.stop)
+    run_all(run, groups, share=ends[-1] * row_work >= MIN_SHARED)
 
 
 def _gather(rows: Tensor, index: Tensor) -> Tensor:
@@ -290,4 +301,4 @@ def _sum_slots(rows_in: Tensor, rows: Rows, weights: Tensor | None, dtype: torch
     ).to(dtype)
 
 
-__all__ = ["down", "down_backward", "experts", "up", "up_backward"]
+__all__ = ["down", "down_backward", "experts", "route", "up", "up_backward"]

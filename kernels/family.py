@@ -49,10 +49,15 @@ class Family(Protocol):
     ``need`` names the gradients wanted; the others come back as None. In :meth:`down_backward` ``Grad.X`` is dh.
     """
 
+    def route(self, idx: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(order [N], inverse [N], offsets int32 [E], counts [E]) of the choices ``idx`` [T, K]: a stable order, with
+        slots whose choice is no expert last."""
+        ...
+
     def up(
         self, x: Tensor, rows: Rows, w1: Tensor, b1: Tensor | None, consts: Sequence[float], spec: ExpertsSpec
     ) -> tuple[Tensor, Tensor]:
-        """(a [N, I], h [N, W]): h = x[token] W1 + b1 and a = act(h), zero in dropped rows."""
+        """(a [N, I], h [N, W]): h = x[token] W1 + b1 and a = act(h). Dropped rows hold anything."""
         ...
 
     def up_backward(

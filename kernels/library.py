@@ -22,6 +22,7 @@ from moe_inductor.spec import ExpertsSpec, Grad, Layout
 
 from . import pointwise
 from .family import Need, Rows, accumulator, in_out
+from .family import sort_by_expert as route
 
 #: Bytes of gathered weights or partial products that the tiled matmuls hold at once.
 TILE_BYTES = 256 << 20
@@ -51,7 +52,7 @@ def up_backward(
         back = _grouped_mm(dh, in_out(w1, spec.w1).transpose(1, 2), rows).masked_fill_(_dropped(rows), 0)
         dx = _sum_slots(back, rows, None, x.dtype)
     if Grad.W1 in need:
-        dw1 = _wgrad(x.index_select(0, rows.tokens), dh, rows, spec.w1)
+        dw1 = wgrad(x.index_select(0, rows.tokens), dh, rows, spec.w1)
     if Grad.B1 in need:
         db1 = _grouped_sum(dh, None, rows).to(w1.dtype)
     return dx, dw1, db1
@@ -99,7 +100,7 @@ def down_backward(
         dots.masked_fill_(dropped.squeeze(1), 0)
         dweights = dots.index_select(0, rows.inverse).view(weights.shape).to(weights.dtype)
     if pulled.scaled_a is not None:
-        dw2 = _wgrad(pulled.scaled_a, drow, rows, spec.w2)
+        dw2 = wgrad(pulled.scaled_a, drow, rows, spec.w2)
     if Grad.B2 in need:
         db2 = _grouped_sum(drow, scale, rows).to(w2.dtype)
     return pulled.dh, dweights, dw2, db2
@@ -171,7 +172,7 @@ def _grouped_mm(rows_in: Tensor, weights: Tensor, rows: Rows) -> Tensor:
     return out.flatten(0, 1).index_select(0, tiles.place)
 
 
-def _wgrad(x: Tensor, dy: Tensor, rows: Rows, layout: Layout) -> Tensor:
+def wgrad(x: Tensor, dy: Tensor, rows: Rows, layout: Layout) -> Tensor:
     """A weight's gradient in its layout: the sum over each expert's rows of x^T dy, zero for experts without rows."""
     left, right = (x, dy) if layout is Layout.IN_OUT else (dy, x)
     experts = rows.offsets.numel()
@@ -269,4 +270,4 @@ def _applied(weights: Tensor, rows: Rows, spec: ExpertsSpec) -> Tensor:
     return weights.to(spec.weight_dtype).masked_fill(rows.slots() >= rows.offsets[-1:], 0)
 
 
-__all__ = ["down", "down_backward", "experts", "up", "up_backward"]
+__all__ = ["down", "down_backward", "experts", "route", "up", "up_backward", "wgrad"]

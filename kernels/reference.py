@@ -16,6 +16,7 @@ from moe_inductor.spec import Combine, ExpertsSpec, Grad
 
 from . import activations
 from .family import Need, Rows, accumulator, in_out, width
+from .family import sort_by_expert as route
 
 
 def up(
@@ -142,4 +143,4 @@ def _per_row(weights: Tensor, rows: Rows, own: slice, spec: ExpertsSpec) -> Tens
     return weights.reshape(-1)[rows.order[own], None].to(spec.weight_dtype)
 
 
-__all__ = ["down", "down_backward", "experts", "up", "up_backward"]
+__all__ = ["down", "down_backward", "experts", "route", "up", "up_backward"]

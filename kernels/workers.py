@@ -13,8 +13,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -34,36 +36,47 @@ def worker_count() -> int:
     return 1 if _fork_region() is None else min(torch.get_num_threads(), MAX_WORKERS)
 
 
-def run_all(task: Callable[[T], object], items: Sequence[T]) -> None:
+def run_all(task: Callable[[T], object], items: Sequence[T], *, share: bool = True) -> None:
     """``task(item)`` for every item, in parallel, started in the order given; returns when all are done.
 
-    Tasks must write to disjoint memory. Runs in the calling thread, with threads inside each operation, where there are
-    fewer items than workers. An exception in a task is raised here, after the tasks already started.
+    Tasks must write to disjoint memory; they see the caller's inference mode, no gradients and no autocast. Runs in the
+    calling thread, with threads inside each operation, where there are fewer items than workers or ``share`` is false.
+    An exception in a task is raised here, after the tasks already started. Raises KeyboardInterrupt where a signal
+    ended the caller's part.
     """
     workers, fork_region = worker_count(), _fork_region()
-    if workers == 1 or fork_region is None or len(items) < workers:
-        for item in items:
-            task(item)
-        return
     left = deque(items)
     raised: list[BaseException] = []
     inference = torch.is_inference_mode_enabled()
+    caller, finished = threading.get_ident(), False
 
     def work(_: int | None) -> None:
+        nonlocal finished
         try:
-            with torch.inference_mode(inference), torch.no_grad():  # both are per thread
+            with torch.inference_mode() if inference else torch.no_grad(), _no_autocast():  # all are per thread
                 while left and not raised:
                     try:
                         item = left.popleft()
                     except IndexError:
-                        return
+                        break
                     task(item)
         except BaseException as e:  # nothing may leave a callback; raised below
             raised.append(e)
+        if threading.get_ident() == caller:
+            finished = True  # last: Python runs signal handlers where functions begin and after calls, ctypes drops theirs
 
-    fork_region(_Body(work), None, workers, 0)
+    if not share or workers == 1 or fork_region is None or len(items) < workers:
+        work(None)
+    else:
+        fork_region(_Body(work), None, workers, 0)
     if raised:
-        raise raised[0]
+        raise raised.pop(0)
+    if not finished:
+        raise KeyboardInterrupt
+
+
+def _no_autocast() -> AbstractContextManager[object]:
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
 
 
 _forked = False

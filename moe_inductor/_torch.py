@@ -227,6 +227,11 @@ def free_memory(device_type: str) -> int:
     return pages * size
 
 
+def seeded_devices() -> list[int]:
+    """The CUDA devices whose random state ``torch.manual_seed`` would change."""
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+
+
 def untraced() -> contextlib.AbstractContextManager[Any]:
     """Make fake tensors while a graph is being traced without putting them into it."""
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode

@@ -11,11 +11,16 @@ import torch
 from torch import Tensor
 
 from . import spec as specs
-from .kernels import cpu, library, reference
+from .kernels import cpu, hopper, library, reference
 from .kernels.family import Family, Need, Rows
 from .spec import Combine, ExpertsSpec, Grad
 
-FAMILIES: dict[str, Family] = {"reference": reference, "cpu": cpu, "library": library}
+FAMILIES: dict[str, Family] = {
+    "reference": reference,
+    "cpu": cpu,
+    "library": library,
+    "hopper": hopper,
+}
 
 #: Operands keep the strides they were traced with: a weight may be a transposed view, which the kernels take as it is.
 _TAGS = (torch.Tag.needs_exact_strides,)

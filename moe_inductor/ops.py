@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import flops
 from . import spec as specs
-from .kernels.family import sort_by_expert, width
+from .kernels.family import width
 from .opdef import KEY, ROWS, asked, combined, define, family, if_wanted, or_empty, parse_need, rows_of, same_dtype
 from .spec import Grad
 from .whole import experts, experts_backward
@@ -29,7 +29,7 @@ from .whole import experts, experts_backward
 
 
 def _route(idx: Tensor, spec: str, plan: str, digest: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return sort_by_expert(idx, specs.parse(spec).experts)
+    return family(plan).route(idx, specs.parse(spec).experts)
 
 
 def _route_fake(idx: Tensor, spec: str, plan: str, digest: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:

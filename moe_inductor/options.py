@@ -69,6 +69,7 @@ class Kernel(str, Enum):
     REFERENCE = "reference"
     CPU = "cpu"
     LIBRARY = "library"
+    HOPPER = "hopper"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,12 +248,16 @@ def resolve(
 ) -> tuple[Options, dict[str, Any]]:
     """Our options, and the dictionary for Inductor with ``mode`` or ``moe.mode`` written out in it.
 
-    Raises OptionError, a ValueError, on an unknown ``moe.`` key, on a wrong value or type, on a key that only resembles
-    one of ours, and where a mode and an explicit key disagree. Other keys that Inductor does not know are left to it.
+    Raises OptionError, a ValueError, on an unknown ``moe.`` key, on a wrong value or type, on a key that is no string or
+    only resembles one of ours, and where a mode and an explicit key disagree. Other keys that Inductor does not know are left to it.
     """
     values = from_environment(environ)
     inductor: dict[str, Any] = {}
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(f"options takes a dictionary, not {_typed(options)}")
     for key, value in (options or {}).items():
+        if not isinstance(key, str):
+            raise OptionError(f"options has the key {_typed(key)}; keys are strings such as 'moe.precision'")
         if not key.startswith(PREFIX):
             inductor[key] = value
         elif key not in KEYS:
@@ -267,6 +272,19 @@ def resolve(
     if mode is not None and ours.mode is not None and mode != ours.mode:
         raise OptionError(f"mode={mode!r} and moe.mode={ours.mode!r} disagree: give one of them")
     return ours, _with_mode(inductor, "mode" if mode else "moe.mode", mode or ours.mode)
+
+
+def check_inductor(inductor: Mapping[str, object]) -> None:
+    """Raise OptionError where Inductor does not take ``inductor``, the second part of :func:`resolve`'s answer."""
+    known = _torch.inductor_config_keys()
+    for key in inductor:
+        if key.replace("-", "_") not in known:
+            close = difflib.get_close_matches(key.replace("-", "_"), sorted(known), n=1)
+            raise OptionError(f"Inductor has no option {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    try:
+        _torch.inductor(inductor)
+    except RuntimeError as error:
+        raise OptionError(str(error)) from error
 
 
 def _refuse_lookalikes(inductor: Mapping[str, object]) -> None:

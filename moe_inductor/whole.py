@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _torch
 from . import spec as specs
-from .kernels.family import Rows, sort_by_expert, width
+from .kernels.family import Rows, width
 from .opdef import KEY, asked, combined, define, family, if_wanted, no_autocast, or_empty, parse_need, same_dtype
 from .spec import Combine, Grad
 
@@ -22,8 +22,9 @@ def _experts(
 ) -> Tensor:  # fmt: skip
     same_dtype("experts", x=x, w1=w1, b1=b1, w2=w2, b2=b2)
     s = combined(spec, topk_weights)
-    rows = Rows(*sort_by_expert(idx, s.experts)[:3], s.top_k or max(idx.shape[1], 1))
-    return family(plan).experts(x, rows, topk_weights, w1, b1, w2, b2, consts, s)
+    kernels = family(plan)
+    rows = Rows(*kernels.route(idx, s.experts)[:3], s.top_k or max(idx.shape[1], 1))
+    return kernels.experts(x, rows, topk_weights, w1, b1, w2, b2, consts, s)
 
 
 def _experts_fake(
@@ -62,7 +63,7 @@ def _experts_backward(
     b2: Tensor | None, consts: Sequence[float], spec: str, plan: str, digest: str, need: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     s, kernels, wanted = specs.parse(spec), family(plan), parse_need(need)
-    rows = Rows(*sort_by_expert(idx, s.experts)[:3], s.top_k or max(idx.shape[1], 1))
+    rows = Rows(*kernels.route(idx, s.experts)[:3], s.top_k or max(idx.shape[1], 1))
     below = wanted & {Grad.X, Grad.W1, Grad.B1}
     _, h = kernels.up(x, rows, w1, b1, consts, s)
     beside = wanted - {Grad.X} | ({Grad.X} if below else set())

@@ -71,7 +71,7 @@ def _unpermuted(slots: Value, axes: Axes) -> tuple[Value, Order, torch.dtype]:
     the rows in, and the narrowest dtype on the way."""
     narrowest, order, value = slots.dtype, Order(None), slots
     while True:
-        if value.op == "reshape" or (value.op == "cast" and first(value).dtype in DTYPES):
+        if value.op == "reshape" or (value.op == "cast" and {value.dtype, first(value).dtype} <= DTYPES.keys()):
             value = first(value)
             narrowest = min(narrowest, value.dtype, key=_bits)
         elif value.op == "gather" and order.perm is None and (perm := _inverted(value, axes)) is not None:

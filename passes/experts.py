@@ -183,9 +183,9 @@ class GateReader:
             else:
                 require(inner.shape[-1] == value.shape[-1], "activation", "columns move inside the activation", value)
             return self.read(inner)
-        if value.op == "full" and isinstance(value.args[0], (int, float)):
-            return Number(float(value.args[0]))
         self._check_width(value)
+        if value.op == "full" and isinstance(value.args[0], (int, float)):
+            return Number(float(torch.tensor(value.args[0], dtype=value.dtype)))
         args = value.args
         if value.op in _UNARY and len(args) == 1:
             return Call(value.op, (self._operand(args[0]),))
@@ -201,7 +201,7 @@ class GateReader:
             return Call("softplus", (self._operand(args[0]),))
         if value.op == "pow" and isinstance(args[0], Value) and args[1] in (2, 0.5, -0.5):
             return Call({2: "square", 0.5: "sqrt", -0.5: "rsqrt"}[args[1]], (self._operand(args[0]),))
-        if value.op in ("clamp", "clamp_min", "clamp_max", "hardtanh"):
+        if value.op in ("clamp", "clamp_min", "clamp_max"):  # hardtanh passes no gradient at its bounds
             return self._clamp(value)
         raise Refused("activation", f"not element-wise on the rows of the up projection: {describe(value)}", value)
 
@@ -211,7 +211,10 @@ class GateReader:
         low, high = {"clamp_min": (*bounds, None), "clamp_max": (None, *bounds)}.get(value.op, (*bounds, None))[:2]
         for op, bound in (("clamp_min", low), ("clamp_max", high)):
             if bound is not None:
-                out = Call(op, (out, self._operand(bound)))
+                limit = self._operand(bound)
+                constant = isinstance(limit, Number) or (isinstance(limit, Var) and limit.constant is not None)
+                require(constant, "activation", f"a bound of {op} differs from row to row", value)
+                out = Call(op, (out, limit))
         return out
 
     def _operand(self, arg: Arg) -> Expr:

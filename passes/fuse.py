@@ -16,7 +16,7 @@ from ..source import where
 from . import functions, routers, selective, window
 from .modules import Body, bodies
 from .recognise import Match
-from .recogniser import Recogniser
+from .recogniser import Recogniser, fingerprint
 from .rewrite import emit, replace
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class Proposal:
     plan: str
     recompute_all: bool
     parameters: tuple[str, ...]
+    fingerprint: str  #: of the window, the same in every process
 
 
 Verify = Callable[[Proposal], "str | Reject"]
@@ -104,7 +105,8 @@ def _propose(
     if isinstance(plan, Reject):
         return plan
     autocasts = modes[found.nodes[0]][1]
-    return Proposal(body, found, autocasts, match, plan, options.recompute is Recompute.ALL, names)
+    recompute_all = options.recompute is Recompute.ALL
+    return Proposal(body, found, autocasts, match, plan, recompute_all, names, fingerprint(found, modes))
 
 
 def parameters(match: Match, body: Body) -> tuple[str, ...]:
@@ -128,8 +130,11 @@ def _named(node: torch.fx.Node, body: Body) -> str | None:
 def _write(body: Body, proposals: Sequence[tuple[int, Proposal]], outcomes: list[Outcome], options: Options) -> None:
     """Edit the graph; where that fails, put the untouched one back."""
     untouched = torch.fx.Graph()
-    output = untouched.graph_copy(body.module.graph, {}, return_output_node=True)
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    output = untouched.graph_copy(body.module.graph, copies, return_output_node=True)
     assert output is not None
+    for node, copy in copies.items():  # Dynamo notes things on nodes, which a copy leaves out
+        vars(copy).update({name: noted for name, noted in vars(node).items() if name not in vars(copy)})
     try:
         graph = body.module.graph
         emitted = [emit(graph, p.match, p.plan, recompute_all=p.recompute_all) for _, p in proposals]

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
 
 from .. import activation
-from ..report import Reject
-from ..source import where
-from ..spec import Combine, ExpertsSpec, Grad, Layout, MoESpec
+from ..spec import DTYPES, Combine, ExpertsSpec, Grad, Layout, MoESpec
 from . import combine, experts, shadow
 from .dispatch import Axes, Order, counted_ids, first, slot_ids, tokens_of_rows, unmasked
+from .effects import Effects
+from .interior import interior
+from .operands import Operand, never_negative, number, operand
 from .refusal import Refused, describe, require
 from .runner import Unsupported
 from .shadow import Shadow
-from .values import Dim, Table, Value, dim
+from .values import Dim, Table, Value
 from .window import Window, example
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """A tensor of the region: ``node`` holds it but for a ``cast`` and a ``reshape``, applied in that order."""
-
-    node: torch.fx.Node
-    cast: torch.dtype | None = None
-    reshape: tuple[int, ...] | None = None  #: -1 for the rest
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether autograd follows it."""
-        value = example(self.node)
-        return value is not None and value.requires_grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +43,7 @@ class Match:
     b2: Operand | None
     constants: tuple[torch.fx.Node, ...]
     order: torch.fx.Node | None
+    effects: Effects
 
     @property
     def operands(self) -> dict[Grad, Operand | None]:
@@ -84,17 +71,28 @@ class _Region:
     bias2: Value | None
 
 
-def recognise(window: Window, blocked: dict[torch.fx.Node, bool], autocasts: Sequence[torch.fx.Node]) -> Match | Reject:
-    """The proof that ``window`` holds a Mixture-of-Experts region, or a Reject that names the first step that failed.
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first step of a proof that failed, and the node where it did."""
+
+    code: str
+    why: str
+    at: torch.fx.Node
+
+
+def recognise(
+    window: Window, blocked: dict[torch.fx.Node, bool], autocasts: Sequence[torch.fx.Node]
+) -> Match | Failure:
+    """The proof that ``window`` holds a Mixture-of-Experts region, or why there is none.
 
     ``blocked`` has True for the nodes that run with gradients switched off by the graph itself.
     """
     try:
         seen = shadow.run(window.nodes, window.leaves, blocked.__getitem__, autocasts)
     except shadow.NeedsGuard as e:
-        return Reject(where(window.down), "guard", f"needs a guard: {e}")
+        return Failure("guard", f"needs a guard: {e}", window.down)
     except Unsupported as e:
-        return Reject(where(window.down), "shadow", str(e))
+        return Failure("shadow", str(e), window.down)
     reason: Refused | None = None
     for end in window.ends:
         out = seen.ran.get(end)
@@ -105,9 +103,9 @@ def recognise(window: Window, blocked: dict[torch.fx.Node, bool], autocasts: Seq
         except Refused as refused:
             reason = refused
     if reason is None:
-        return Reject(where(window.down), "combine", "the sum over a token's experts is not a tensor")
+        return Failure("combine", "the sum over a token's experts is not a tensor", window.down)
     at = reason.at.origin if reason.at is not None and reason.at.origin is not None else window.down
-    return Reject(where(at), reason.code, reason.why)
+    return Failure(reason.code, reason.why, at)
 
 
 def _prove(out: Value, table: Table) -> _Region:
@@ -158,6 +156,9 @@ def _prove(out: Value, table: Table) -> _Region:
         boundary,
     )
     weight_dtype = found.weights.dtype
+    for dtype in (weight_dtype, found.row_dtype, found.out_dtype, product_dtype):
+        if dtype not in DTYPES:  # the next end, before its cast, may do
+            raise Refused("dtype", f"the region computes in {dtype}", boundary)
     return _Region(
         axes=axes,
         x=x,
@@ -209,19 +210,20 @@ def _match(window: Window, seen: Shadow, end: torch.fx.Node, region: _Region) ->
         held = [n for n, value in seen.ran.items() if value is region.rows and n in window.nodes]
         assert held  # the node that computed them does
         target = held[0] if example(held[0]).dim() == 2 else held[-1]  # type: ignore[union-attr]
-    interior = _interior(window, seen, target)
     if normed and region.perm is not None:
         order = seen.carrier(region.perm)
         require(order is not None, "order", "no node holds the row order", region.perm)
     else:
         order = None
-    x = _operand(seen, region.x, region.up.weight.dtype, None)
-    idx = _operand(seen, region.ids, None, (-1, axes.top_k))
-    weights = None if region.weights is None else _operand(seen, region.weights, None, (-1, axes.top_k))
+    x = operand(seen, region.x, region.up.weight.dtype, None)
+    idx = operand(seen, region.ids, None, (-1, axes.top_k))
+    if region.up.groups is None and not never_negative(idx.node):
+        idx = replace(idx, wrap=axes.experts)  # as indexing the weights does
+    weights = None if region.weights is None else operand(seen, region.weights, None, (-1, axes.top_k))
     top_k = axes.top_k if isinstance(axes.top_k, int) else 0
-    w1, w2 = (_operand(seen, m.weight, m.weight.dtype, None) for m in (region.up, region.down))
+    w1, w2 = (operand(seen, m.weight, m.weight.dtype, None) for m in (region.up, region.down))
     b1, b2 = (
-        None if b is None else _operand(seen, b, region.up.weight.dtype, None) for b in (region.bias1, region.bias2)
+        None if b is None else operand(seen, b, region.up.weight.dtype, None) for b in (region.bias1, region.bias2)
     )
     named = {
         Grad.X: x, Grad.WEIGHTS: weights, Grad.W1: w1, Grad.B1: b1, Grad.W2: w2, Grad.B2: b2
@@ -255,77 +257,15 @@ def _match(window: Window, seen: Shadow, end: torch.fx.Node, region: _Region) ->
         ),
         device=out.device.type,
     )
-    constants = tuple(_symbolic(seen, window, c) for c in region.gate.constants)
+    constants = tuple(number(seen, c) for c in region.gate.constants)
     nodes = tuple(window.nodes[: window.nodes.index(target) + 1])
-    return Match(spec, target, nodes, interior, x, idx, weights, w1, b1, w2, b2, constants, order)
+    read = {o.node for o in (x, idx, weights, w1, b1, w2, b2) if o is not None} | {*constants, *filter(None, [order])}
+    gone = interior(window, seen, target, read)
+    effects = seen.effects.among([*window.leaves, *nodes])
+    return Match(spec, target, nodes, gone, x, idx, weights, w1, b1, w2, b2, constants, order, effects)
 
 
 def _fixed(size: Dim) -> int:
     require(isinstance(size, int), "experts", f"an expert weight has the symbolic size {size}")
     assert isinstance(size, int)
     return size
-
-
-def _operand(seen: Shadow, value: Value, dtype: torch.dtype | None, shape: tuple[Dim, ...] | None) -> Operand:
-    """The node that holds ``value``, or what it is a cast or reshape of; ``dtype`` and ``shape`` are what is wanted."""
-    wanted = dtype if dtype is not None else value.dtype
-    nearest: torch.fx.Node | None = None
-    below = value
-    while True:
-        node = seen.carrier(below)
-        if node is not None:
-            held = example(node)
-            assert held is not None
-            if shape is None or (held.dim() == len(shape) and dim(held.shape[-1]) == shape[-1]):
-                return Operand(node, None if held.dtype is wanted else wanted)
-            nearest = nearest or node
-        if below.op == "reshape":
-            shape = below.shape if shape is None else shape
-        elif below.op != "cast" or nearest is not None:
-            break
-        below = first(below)
-    require(nearest is not None, "operand", f"no node holds {describe(below)} where the region ends", below)
-    assert nearest is not None and shape is not None
-    require(all(isinstance(s, int) for s in shape), "operand", f"no node holds {describe(below)} as [T, K]", value)
-    held = example(nearest)
-    assert held is not None
-    return Operand(nearest, None if held.dtype is wanted else wanted, tuple(s for s in shape if isinstance(s, int)))
-
-
-def _symbolic(seen: Shadow, window: Window, constant: sympy.Expr) -> torch.fx.Node:
-    for node, held in seen.scalars.items():
-        if held.node.expr == constant:
-            return node
-    raise Refused("operand", f"no node holds the constant {constant}")
-
-
-def _interior(window: Window, seen: Shadow, end: torch.fx.Node) -> frozenset[torch.fx.Node]:
-    """The nodes from the up projection to ``end``, with the in-place ones between. Refuses where one is read outside:
-    its value would have to be computed twice."""
-    order = {n: i for i, n in enumerate(window.nodes)}
-    above, stack = {end}, [end]
-    while stack:
-        for node in stack.pop().all_input_nodes:
-            if node in order and node not in above:
-                above.add(node)
-                stack.append(node)
-    below, stack = {window.up}, [window.up]
-    while stack:
-        for user in stack.pop().users:
-            if user in order and order[user] <= order[end] and user not in below:
-                below.add(user)
-                stack.append(user)
-    interior = above & below
-    storages = frozenset().union(*(seen.storages.get(n, frozenset()) for n in interior if n is not end))
-    inplace = {n for n in below - interior if not n.users and (own := seen.storages.get(n)) and own <= storages}
-    for node in interior - {end}:
-        for user in node.users:
-            if user not in interior and user not in inplace and not is_dead(user):
-                raise Refused("escape", f"{node.name}, inside the region, is read outside of it at {where(user)}")
-    return frozenset(interior | inplace)
-
-
-def is_dead(node: torch.fx.Node) -> bool:
-    """Whether nothing comes of ``node``: a value that is written nowhere and that nobody reads."""
-    computes = isinstance(node.meta.get("example_value"), (torch.Tensor, tuple, list))
-    return computes and not shadow.writes(node) and all(map(is_dead, node.users))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,43 +11,56 @@ from typing import Any
 import torch
 
 from ..report import Reject
-from .recognise import Match, Operand, is_dead, recognise
+from ..source import where
+from .effects import Effects, is_dead
+from .operands import Operand
+from .recognise import Failure, Match, recognise
 from .values import dim
 from .window import Window
+
+Modes = dict[torch.fx.Node, tuple[bool | None, tuple[torch.fx.Node, ...]]]
 
 
 @dataclass(slots=True)
 class Recogniser:
     """One per backend call. ``distinct`` counts the windows that were really proved."""
 
-    _known: dict[Any, tuple[Match | Reject, dict[torch.fx.Node, int]]]
+    _known: dict[Any, tuple[Match | Failure, dict[torch.fx.Node, int]]]
     distinct: int = 0
 
     def __init__(self) -> None:
         self._known = {}
         self.distinct = 0
 
-    def __call__(
-        self, window: Window, modes: dict[torch.fx.Node, tuple[bool | None, tuple[torch.fx.Node, ...]]]
-    ) -> Match | Reject:
+    def __call__(self, window: Window, modes: Modes) -> Match | Reject:
         """The proof of ``window``; ``modes`` as :func:`~.window.modes` gives them."""
-        first = modes[window.nodes[0]]
-        # where the sum itself has gradients off, the whole region has, and nothing inside is cut off by surprise
-        graded = modes[window.ends[-1]][0] is not False
-        blocked = {n: graded and modes[n][0] is False for n in window.nodes}
-        everything = [*window.leaves, *window.nodes]
-        place = {n: i for i, n in enumerate(everything)}
-        key = _key(window, place, blocked, first[1])
+        key, place, blocked = _seen(window, modes)
+        everything = list(place)
         found = self._known.get(key)
         if found is None:
             self.distinct += 1
-            outcome = recognise(window, blocked, first[1])
-            self._known[key] = outcome, place
-            return outcome
+            outcome = recognise(window, blocked, modes[window.nodes[0]][1])
+            found = self._known[key] = outcome, place
         outcome, old = found
-        if isinstance(outcome, Reject):
-            return outcome
-        return moved(outcome, {n: everything[i] for n, i in old.items()}.__getitem__)
+        to = {n: everything[i] for n, i in old.items()}
+        if isinstance(outcome, Failure):
+            return Reject(where(to.get(outcome.at, outcome.at)), outcome.code, outcome.why)
+        return outcome if old is place else moved(outcome, to.__getitem__)
+
+
+def fingerprint(window: Window, modes: Modes) -> str:
+    """A digest of all that recognition can see of ``window``, the same in every process."""
+    text = repr(_seen(window, modes)[0])
+    return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()[:24]
+
+
+def _seen(window: Window, modes: Modes) -> tuple[Any, dict[torch.fx.Node, int], dict[torch.fx.Node, bool]]:
+    """The window without its nodes' names, each node's place in it, and the nodes with gradients switched off."""
+    # where the sum itself has gradients off, the whole region has, and nothing inside is cut off by surprise
+    graded = modes[window.ends[-1]][0] is not False
+    blocked = {n: graded and modes[n][0] is False for n in window.nodes}
+    place = {n: i for i, n in enumerate([*window.leaves, *window.nodes])}
+    return _key(window, place, blocked, modes[window.nodes[0]][1]), place, blocked
 
 
 def moved(match: Match, to: Callable[[torch.fx.Node], torch.fx.Node]) -> Match:
@@ -68,6 +83,11 @@ def moved(match: Match, to: Callable[[torch.fx.Node], torch.fx.Node]) -> Match:
         b2=None if match.b2 is None else operand(match.b2),
         constants=tuple(map(to, match.constants)),
         order=None if match.order is None else to(match.order),
+        effects=Effects(
+            {to(n): held for n, held in match.effects.storages.items()},
+            {to(n): written for n, written in match.effects.writes.items()},
+            frozenset(map(to, match.effects.other)),
+        ),
     )
 
 

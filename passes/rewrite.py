@@ -12,8 +12,9 @@ import torch
 from .. import ops  # noqa: F401  registers the operators
 from ..digest import digest
 from ..spec import Combine
-from .recognise import Match, Operand
-from .shadow import storage, writes
+from .effects import Effects
+from .operands import Operand
+from .recognise import Match
 from .window import example
 
 
@@ -97,6 +98,10 @@ def _node(graph: torch.fx.Graph, operand: Operand) -> torch.fx.Node:
         node = graph.call_method("to", (node, operand.cast))
     if operand.reshape is not None:
         node = graph.call_method("reshape", (node, *operand.reshape))
+    if operand.wrap is not None:
+        negative = graph.call_function(operator.lt, (node, 0))
+        wrapped = graph.call_function(operator.add, (node, operand.wrap))
+        node = graph.call_function(torch.where, (negative, wrapped, node))
     return node
 
 
@@ -109,32 +114,32 @@ def _erase(graph: torch.fx.Graph, match: Match) -> None:
         for node in reversed(doomed):
             if not node.users:
                 graph.erase_node(node)
-        unread = _unread(alive)
-        doomed = unread or _only_written(alive)
+        doomed = _unread(alive, match.effects) or _only_written(alive, graph, match.effects)
         gone = set(doomed)
         alive = [n for n in alive if n not in gone]
 
 
-def _unread(alive: list[torch.fx.Node]) -> list[torch.fx.Node]:
+def _unread(alive: list[torch.fx.Node], effects: Effects) -> list[torch.fx.Node]:
     """Values that are read by nobody, or by such values only."""
     found: set[torch.fx.Node] = set()
     for node in reversed(alive):
-        pure = isinstance(node.meta.get("example_value"), (torch.Tensor, tuple, list)) and not writes(node)
-        if pure and all(user in found for user in node.users):
+        if effects.pure(node) and all(user in found for user in node.users):
             found.add(node)
     return [n for n in alive if n in found]
 
 
-def _only_written(alive: list[torch.fx.Node]) -> list[torch.fx.Node]:
+def _only_written(alive: list[torch.fx.Node], graph: torch.fx.Graph, effects: Effects) -> list[torch.fx.Node]:
     """A tensor made here, its views and the writes into it, where nothing else reads any of them."""
-    groups: dict[int, list[torch.fx.Node]] = {}
-    for node in alive:
-        tensor = example(node.all_input_nodes[0] if writes(node) else node)
-        if tensor is not None:
-            groups.setdefault(storage(tensor), []).append(node)
-    for key, group in groups.items():
-        outside = (example(a) for n in group for a in n.all_input_nodes if a not in group)
-        made_here = all(tensor is None or storage(tensor) != key for tensor in outside)
-        if made_here and all(user in group for node in group for user in node.users):
+    here = set(alive)
+    present = set(graph.nodes)
+    for storage in dict.fromkeys(s for n in alive for s in effects.writes.get(n, ())):
+        group = effects.touching(storage, (n for n in effects.storages if n in present))
+        members = set(group)
+        closed = all(user in members for node in group for user in node.users)
+        alone = all(n not in effects.other and effects.writes.get(n, _NONE) <= {storage} for n in group)
+        if closed and alone and members <= here:
             return group
     return []
+
+
+_NONE: frozenset[int] = frozenset()

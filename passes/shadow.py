@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch
 from . import aten
+from .effects import Effects, acts_unseen, writes
 from .runner import Unsupported, call_node, run_nodes
 from .values import Table, Value, dim
 
@@ -49,6 +50,9 @@ class Recorder(TorchDispatchMode):
         self._leaves = 0
         self._tracked: dict[int, _Tracked] = {}
         self._storages: dict[int, list[_Tracked]] = {}
+        self._born: dict[int, torch.fx.Node | None] = {}  #: the node that first held a storage
+        self.wrote: dict[torch.fx.Node, frozenset[int]] = {}  #: storages of other nodes that a node wrote into
+        self.random: set[torch.fx.Node] = set()  #: nodes that draw random numbers
 
     def track(self, tensor: torch.Tensor, value: Value, view: aten.View | None = None) -> None:
         """Bind ``value`` to ``tensor``; ``view`` says of which tensor it is a view."""
@@ -58,6 +62,7 @@ class Recorder(TorchDispatchMode):
             parent.children.append(entry)
         self._tracked[id(tensor)] = entry
         self._storages.setdefault(storage(tensor), []).append(entry)
+        self._born.setdefault(storage(tensor), self.table.at)
 
     def value(self, tensor: torch.Tensor) -> Value:
         """The present value of ``tensor``."""
@@ -118,6 +123,12 @@ class Recorder(TorchDispatchMode):
             for schema_arg, a in _bind(func, args, kwargs)
             if schema_arg.alias_info is not None and schema_arg.alias_info.is_write
         ]
+        at = self.table.at
+        if at is not None and written:
+            into = {storage(t) for t in _tensors(written)}
+            self.wrote[at] = self.wrote.get(at, frozenset()) | {s for s in into if self._born.get(s) is not at}
+        if at is not None and torch.Tag.nondeterministic_seeded in func.tags:
+            self.random.add(at)
         values = aten.translate(self.table, func, args, kwargs, self.value)
         out = func(*args, **kwargs)
         if written:
@@ -174,7 +185,7 @@ class Shadow:
     ran: dict[torch.fx.Node, Value | tuple[Value | None, ...]]
     now: dict[torch.fx.Node, Value]
     scalars: dict[torch.fx.Node, torch.SymFloat]
-    storages: dict[torch.fx.Node, frozenset[int]]
+    effects: Effects
 
     def carrier(self, value: Value) -> torch.fx.Node | None:
         """The first node that holds ``value`` at the window's end."""
@@ -239,7 +250,8 @@ def run(
     }
     scalars = {node: out for node, out in env.items() if isinstance(out, torch.SymFloat)}
     storages = {node: frozenset(storage(t) for t in _tensors([out])) for node, out in env.items()}
-    return Shadow(table, ran, now, scalars, storages)
+    other = frozenset(n for n in nodes if n in recorder.random or acts_unseen(n))
+    return Shadow(table, ran, now, scalars, Effects(storages, recorder.wrote, other))
 
 
 def _require_functional(node: torch.fx.Node) -> None:
@@ -258,23 +270,9 @@ def _require_functional(node: torch.fx.Node) -> None:
                 raise Unsupported(f"a body of {node.name} may write into its inputs ({inner.name})")
 
 
-def writes(node: torch.fx.Node) -> bool:
-    """Whether ``node`` is an in-place operation."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name == "setitem" or name in _INPLACE or (name.endswith("_") and not name.endswith("__"))
-
-
 def _example_storage(node: torch.fx.Node) -> int | None:
     value = node.meta.get("example_value")
     return storage(value) if isinstance(value, torch.Tensor) else None
-
-
-#: ``operator``'s in-place functions.
-_INPLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split())
 
 
 #: Sizes and numbers are what they were when the graph was traced: running them again could only ask for guards.

@@ -7,12 +7,9 @@ model is copied or changed, and the random state is put back.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import sympy
@@ -20,11 +17,11 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from ..digest import digest
 from ..options import Verify
 from ..report import Reject
 from ..source import where
 from ..spec import ExpertsSpec, MoESpec
+from . import verdicts
 from .fuse import Proposal
 from .recognise import Match
 from .recogniser import moved
@@ -61,9 +58,9 @@ class Verifier:
         """What the report says of the check, or a Reject with the code ``verify`` where the two differ."""
         if self.verify is Verify.OFF:
             return "not verified: moe.verify is off"
-        key = _key(proposal)
+        key = verdicts.key_of(proposal)
         remembered = self.verify is Verify.FIRST
-        if remembered and (known := self._passed.get(key) or _read(key)) is not None:
+        if remembered and (known := self._passed.get(key) or verdicts.read(key)) is not None:
             return known
         try:
             why = _over_budget(proposal) if remembered else None
@@ -72,7 +69,7 @@ class Verifier:
             worst = _compare(proposal, self.inputs)
         except Unverifiable as e:
             return f"not verified: {e}"
-        bound = STEPS * torch.finfo(proposal.match.spec.dtype).eps
+        bound = _bound(proposal.match.spec)
         name, error = max(worst.items(), key=lambda item: item[1])
         if not error <= bound:  # NaN fails too
             return Reject(
@@ -83,7 +80,7 @@ class Verifier:
         text = f"verified: {len(worst)} tensors, largest difference {error:.1e} ({name}), allowed {bound:.1e}"
         if remembered:
             self._passed[key] = text
-            _write(key, text)
+            verdicts.write(key, text)
         return text
 
 
@@ -100,7 +97,7 @@ def _compare(proposal: Proposal, inputs: dict[torch.fx.Node, Any]) -> dict[str, 
     rewrite(becomes, after, proposal.plan, recompute_all=proposal.recompute_all)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_torch.eager())
-        stack.enter_context(torch.random.fork_rng(devices=_devices(window)))
+        stack.enter_context(torch.random.fork_rng(devices=_torch.seeded_devices()))  # manual_seed reseeds them all
         torch.manual_seed(0)
         leaves = _leaves(proposal, inputs)
         outs = []
@@ -154,7 +151,10 @@ def _run(
     nodes = [n for n in graph.nodes if n.op in ("call_function", "call_method")]
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     env: dict[torch.fx.Node, Any] = {}
+    written = frozenset().union(*match.effects.writes.values())
     for node, leaf in zip(placeholders, leaves, strict=True):
+        if isinstance(leaf, Tensor) and match.effects.storages.get(node, written) & written:
+            leaf = leaf.clone()  # the model's own buffer stays as it is
         fresh = isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_inference()
         env[node] = leaf.detach() if fresh else leaf
         if fresh and backward and _takes_gradient(node):
@@ -266,11 +266,6 @@ def _choice(shape: list[int], spec: ExpertsSpec) -> Tensor:
     return rows.reshape(-1)[:n].reshape(shape)
 
 
-def _devices(window: Window) -> list[torch.device]:
-    found = {d.device for leaf in window.leaves if (d := example(leaf)) is not None}
-    return [d for d in found if d.type == "cuda"]
-
-
 def _rows(spec: MoESpec) -> int:
     """Routed rows of the check."""
     rows = spec.rows
@@ -299,30 +294,3 @@ def _over_budget(proposal: Proposal) -> str | None:
     flops = 2 * n * spec.inter * (halves * spec.hidden + spec.out_hidden) * (3 if spec.training else 1) * 2
     seconds = flops / RATES.get(spec.device, RATES["cpu"])
     return f"needs {seconds:.1f} s" if seconds > MAX_SECONDS else None
-
-
-def _key(proposal: Proposal) -> str:
-    held = example(proposal.match.x.node)
-    device = _torch.device_name(held.device) if held is not None else ""
-    text = "\0".join((str(proposal.match.spec), proposal.plan, digest(), device, torch.__version__))
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _path(key: str) -> Path:
-    return Path(_torch.cache_dir()) / "megamoe" / "verified" / key
-
-
-def _read(key: str) -> str | None:
-    with contextlib.suppress(OSError):
-        return _path(key).read_text()
-    return None
-
-
-def _write(key: str, text: str) -> None:
-    """Best effort: a cache that cannot be written is a check made again. The file appears whole or not at all."""
-    path = _path(key)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{time.monotonic_ns()}")
-        part.write_text(text)
-        part.replace(path)

@@ -336,3 +336,24 @@ NEAR_MISSES += [
     NearMiss("symbolic_widths", "batched", _LooseExperts, ("symbolic size",), _loose_widths),
     NearMiss("flat_ids_of_symbolic_slots", "batched", _FlatIds, ("as [T, K]",), _flat_ids),
 ]
+
+
+def _clamped_by_rows(self: Grouped, h: Tensor, xs: Tensor) -> Tensor:
+    g, u = h.chunk(2, dim=-1)
+    return torch.clamp_min(g, u)
+
+
+def _relu6(self: Grouped, h: Tensor, xs: Tensor) -> Tensor:
+    g, u = h.chunk(2, dim=-1)
+    return F.relu6(g) * u
+
+
+def _whole_number(self: Grouped, h: Tensor, xs: Tensor) -> Tensor:
+    g, u = h.chunk(2, dim=-1)
+    return F.silu(g) * u * torch.full((), 2.7, dtype=torch.int64)
+
+
+near_miss("activation_bound_of_rows", "a bound of clamp_min differs", base=Grouped, act=_clamped_by_rows)
+near_miss("activation_without_a_gradient_at_its_bounds", "hardtanh", base=Grouped, act=_relu6)
+near_miss("activation_with_an_integer_tensor", "torch.int64", base=Grouped, act=_whole_number)
+near_miss("sum_of_whole_numbers", base=Grouped, total=lambda self, z: z.view(-1, K, H).long().sum(dim=1))

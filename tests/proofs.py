@@ -21,11 +21,11 @@ import torch
 
 from moe_inductor.options import Options, Verify
 from moe_inductor.outcomes import Fused, Reject
-from moe_inductor.passes import combine, dispatch, experts, fuse, recognise, refusal
+from moe_inductor.passes import combine, dispatch, experts, fuse, operands, recognise, refusal
 from tests import near_misses_edges  # noqa: F401  adds to the list
 from tests.near_misses import NEAR_MISSES, NearMiss
 
-MODULES = (combine, dispatch, experts, recognise)
+MODULES = (combine, dispatch, experts, operands, recognise)
 OPTIONS = Options(verify=Verify.OFF)
 Site = tuple[str, int]
 

@@ -19,6 +19,13 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PLAN = "library/auto"
 
 
+@pytest.fixture(autouse=True, params=["library", "hopper"])
+def _family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the hopper family needs compute capability 9.0")
+    monkeypatch.setattr(f"{__name__}.PLAN", f"{request.param}/auto")
+
+
 @pytest.fixture(autouse=True)
 def _ieee_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)

@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 from moe_inductor import opdef
 from moe_inductor.kernels import cpu
-from moe_inductor.passes import verify
+from moe_inductor.passes import verdicts, verify
 from moe_inductor.report import last, report, reset
 from tests import models
 
@@ -134,7 +134,7 @@ def test_a_verdict_is_kept_for_the_next_process_but_not_for_other_code(monkeypat
     monkeypatch.setattr(verify, "_compare", lambda *args: runs.append(1) or compare(*args))
     for digest, expected in (("a", 1), ("a", 1), ("b", 2)):
         torch._dynamo.reset()
-        monkeypatch.setattr(verify, "digest", lambda digest=digest: digest)
+        monkeypatch.setattr(verdicts, "package_digest", lambda digest=digest: digest)
         outcome()
         assert len(runs) == expected
     outcome(options={"moe.verify": "all"})
