@@ -152,7 +152,7 @@ def _addressable(a: Tensor, w: Tensor) -> bool:
     dense = w.is_contiguous() or w.transpose(1, 2).is_contiguous()
     even = depth % 64 == 0 and columns % 16 == 0 and a.stride(0) % 8 == 0 and a.stride(1) == 1
     aligned = a.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0
-    return a.dtype is torch.bfloat16 and dense and even and aligned and a.shape[0] > 0
+    return a.dtype is torch.bfloat16 and dense and even and aligned and 0 < a.shape[0] < 1 << 31
 
 
 @functools.cache

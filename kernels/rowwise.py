@@ -46,32 +46,37 @@ def _scan_kernel(hist, totals, blocks, BINS: tl.constexpr, COLS: tl.constexpr, S
 
 
 @triton.jit
-def _rank_kernel(
-    idx, hist, totals, order, inverse, offsets, counts, n, E, SLOTS: tl.constexpr, BINS: tl.constexpr
-):  # fmt: skip
-    """The stable counting sort: row of a slot = rows of smaller experts + earlier slots of the same expert."""
-    at = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    e = tl.load(idx + at, mask=at < n, other=-1)
-    e = tl.where((e >= 0) & (e < E), e, E).to(tl.int32)
-    lane = tl.arange(0, SLOTS)
-    # the block's experts once more, along the other axis
-    other = tl.load(idx + tl.program_id(0) * SLOTS + lane, mask=at < n, other=-1)
-    other = tl.where((other >= 0) & (other < E), other, E).to(tl.int32)
-    same = (e[:, None] == other[None, :]) & (lane[None, :] < lane[:, None])
+def _starts_kernel(totals, starts, offsets, counts, E, BINS: tl.constexpr):
     bins = tl.arange(0, BINS)
     total = tl.where(bins <= E, tl.load(totals + bins), 0)
-    smaller = tl.sum(tl.where(bins[None, :] < e[:, None], total[None, :], 0), 1)
-    earlier = tl.load(hist + tl.program_id(0) * BINS + e)
-    row = smaller + earlier + tl.sum(same.to(tl.int32), 1)
+    upto = tl.cumsum(total, 0)
+    tl.store(starts + bins, upto - total)
+    tl.store(offsets + bins, upto, mask=bins < E)
+    tl.store(counts + bins, total.to(tl.int64), mask=bins < E)
+
+
+@triton.jit
+def _rank_kernel(
+    idx, hist, starts, order, inverse, n, E, SLOTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """The stable counting sort: row of a slot = rows of smaller experts + earlier slots of the same expert."""
+    first = tl.program_id(0) * SLOTS
+    lane = tl.arange(0, SLOTS)
+    at = first + lane
+    e = tl.load(idx + at, mask=at < n, other=-1)
+    e = tl.where((e >= 0) & (e < E), e, E).to(tl.int32)
+    row = tl.load(starts + e) + tl.load(hist + tl.program_id(0) * BINS + e)
+    for start in tl.static_range(0, SLOTS, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        f = tl.load(idx + first + other, mask=first + other < n, other=-1)
+        f = tl.where((f >= 0) & (f < E), f, E).to(tl.int32)
+        row += tl.sum(((e[:, None] == f[None, :]) & (other[None, :] < lane[:, None])).to(tl.int32), 1)
     tl.store(order + row, at.to(tl.int64), mask=at < n)
     tl.store(inverse + at, row.to(tl.int64), mask=at < n)
-    if tl.program_id(0) == 0:
-        tl.store(offsets + bins, tl.cumsum(total, 0), mask=bins < E)
-        tl.store(counts + bins, total.to(tl.int64), mask=bins < E)
 
 
 def sort_by_expert(idx: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(order int64 [N], inverse int64 [N], offsets int32 [E], counts int64 [E]) of the choices ``idx`` [T, K], in three
+    """(order int64 [N], inverse int64 [N], offsets int32 [E], counts int64 [E]) of the choices ``idx`` [T, K], in four
     launches. Slots that chose no expert come last, in their order."""
     n = idx.numel()
     order, inverse = (idx.new_empty(n, dtype=torch.int64) for _ in range(2))
@@ -79,14 +84,15 @@ def sort_by_expert(idx: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, T
         return order, inverse, idx.new_zeros(experts, dtype=torch.int32), idx.new_zeros(experts, dtype=torch.int64)
     offsets, counts = idx.new_empty(experts, dtype=torch.int32), idx.new_empty(experts, dtype=torch.int64)
     blocks, bins = triton.cdiv(n, SLOTS), triton.next_power_of_2(experts + 2)
-    hist, totals = idx.new_empty(blocks, bins, dtype=torch.int32), idx.new_empty(bins, dtype=torch.int32)
+    hist, totals, starts = (idx.new_empty(m, bins, dtype=torch.int32) for m in (blocks, 1, 1))
     cols = min(8, bins)
     idx = idx.contiguous()
     _count_kernel[(blocks,)](idx, hist, n, experts, SLOTS=SLOTS, BINS=bins)
     _scan_kernel[(bins // cols,)](hist, totals, blocks, BINS=bins, COLS=cols, STEP=256)
+    _starts_kernel[(1,)](totals, starts, offsets, counts, experts, BINS=bins)
     _rank_kernel[(blocks,)](
-        idx, hist, totals, order, inverse, offsets, counts, n, experts, SLOTS=SLOTS, BINS=bins, num_warps=8
-    )
+        idx, hist, starts, order, inverse, n, experts, SLOTS=SLOTS, BINS=bins, CHUNK=32, num_warps=8
+    )  # fmt: skip
     return order, inverse, offsets, counts
 
 
@@ -164,36 +170,37 @@ def combine(out: Tensor, rows: Rows, weights: Tensor | None, applied: torch.dtyp
 def _pull_kernel(
     h, da, dh, scaled, dweights, order, weights, offsets, E, inter, n,
     WEIGHTED: tl.constexpr, CAST: tl.constexpr, NEED_H: tl.constexpr, NEED_A: tl.constexpr, NEED_W: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: dh from da, s * a, and the routing gradient a . da in the slot's place; zeros for a dropped row."""
-    row = tl.program_id(0).to(tl.int64)
+    """Of a few rows: dh from da, s * a, and the routing gradient a . da in the slot's place; zeros for dropped rows."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     kept = row < tl.load(offsets + E - 1)
-    slot = tl.load(order + row)
-    scale = 1.0
+    slot = tl.load(order + row, mask=row < n, other=0)
+    scale = tl.full((ROWS,), 1.0, tl.float32)
     if WEIGHTED:
         scale = tl.load(weights + slot, mask=kept, other=0.0).to(CAST).to(tl.float32)
-    dot = tl.zeros((BLOCK,), tl.float32)
+    one, two = row[:, None] * inter, row[:, None] * 2 * inter
+    dot = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, inter, BLOCK):
-        col = start + tl.arange(0, BLOCK)
-        use = col < tl.where(kept, inter, 0)
-        g = tl.load(h + row * 2 * inter + col, mask=use, other=0.0).to(tl.float32)
-        u = tl.load(h + row * 2 * inter + inter + col, mask=use, other=0.0).to(tl.float32)
+        col = start + tl.arange(0, BLOCK)[None, :]
+        held, last = (col < inter) & kept[:, None], (col < inter) & (row < n)[:, None]
+        g = tl.load(h + two + col, mask=held, other=0.0).to(tl.float32)
+        u = tl.load(h + two + inter + col, mask=held, other=0.0).to(tl.float32)
         sig = 1.0 / (1.0 + tl.exp(-g))
         act = g * sig
         if NEED_A:
-            tl.store(scaled + row * inter + col, (act * u * scale).to(scaled.dtype.element_ty), mask=col < inter)
+            tl.store(scaled + one + col, (act * u * scale[:, None]).to(scaled.dtype.element_ty), mask=last)
         if NEED_H or NEED_W:
-            d = tl.load(da + row * inter + col, mask=use, other=0.0).to(tl.float32)
+            d = tl.load(da + one + col, mask=held, other=0.0).to(tl.float32)
             if NEED_W:
                 dot += d * act * u
             if NEED_H:
-                d *= scale
+                d *= scale[:, None]
                 dg = d * u * sig * (1.0 + g * (1.0 - sig))
-                tl.store(dh + row * 2 * inter + col, dg.to(dh.dtype.element_ty), mask=col < inter)
-                tl.store(dh + row * 2 * inter + inter + col, (d * act).to(dh.dtype.element_ty), mask=col < inter)
+                tl.store(dh + two + col, dg.to(dh.dtype.element_ty), mask=last)
+                tl.store(dh + two + inter + col, (d * act).to(dh.dtype.element_ty), mask=last)
     if NEED_W:
-        tl.store(dweights + slot, tl.sum(dot, 0).to(dweights.dtype.element_ty))
+        tl.store(dweights + slot, tl.sum(dot, 1).to(dweights.dtype.element_ty), mask=row < n)
 
 
 def pull_swiglu(
@@ -207,12 +214,13 @@ def pull_swiglu(
     scaled = h.new_empty(n, inter) if need_a else None
     dweights = torch.empty_like(weights, memory_format=torch.contiguous_format) if need_w else None
     if n:
-        block = min(1024, triton.next_power_of_2(inter))
-        _pull_kernel[(n,)](
+        block = min(1024, max(128, inter & -inter))  # no lanes without columns where I is a multiple of 128
+        rows_each = max(1, 1024 // block)
+        _pull_kernel[(triton.cdiv(n, rows_each),)](
             h, h if da is None else da, h if dh is None else dh, h if scaled is None else scaled,
             h if dweights is None else dweights, rows.order, h if weights is None else weights.contiguous(),
             rows.offsets, rows.offsets.numel(), inter, n, WEIGHTED=weights is not None, CAST=_TRITON[applied],
-            NEED_H=need_h, NEED_A=need_a, NEED_W=need_w, BLOCK=block, num_warps=max(1, min(4, block // 256)),
+            NEED_H=need_h, NEED_A=need_a, NEED_W=need_w, ROWS=rows_each, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return dh, scaled, dweights
 

@@ -1,10 +1,11 @@
 """Grouped matmuls for Hopper in Gluon. Imported where Triton and a GPU of compute capability 9.0 are present.
 
-One persistent program an SM, three partitions of warps. The producer (4 warps) fills a ring of shared-memory stages:
-dense operands by TMA, gathered ones row by row with ``cp.async``. Two consumers (4 warps each) own the upper and the
-lower 64 rows of a 128 x 256 tile: they share every stage but nothing else, so one may store its half while the other
-keeps the tensor cores busy, and a tile of at most 64 rows costs half. Results leave through shared memory by TMA; only
-the last rows of an expert, beside which another expert's rows lie, are stored under a mask.
+One persistent program an SM. The producer (4 warps) fills a ring of shared-memory stages: dense operands by TMA,
+gathered ones row by row with ``cp.async``. In products of rows two consumers (4 warps each) own the upper and the lower
+64 rows of a 128 x 256 tile: they share every stage but nothing else, so one may store its half while the other keeps
+the tensor cores busy, and a tile of at most 64 rows costs half. Weight gradients have one consumer of 8 warps. Results
+leave through shared memory by TMA; only the last rows of an expert, beside which another expert's rows lie, are stored
+under a mask.
 
 ``tiles`` int32 [M, 3]: expert, first row and number of rows (at most 128) of each row tile, ``num_tiles`` int32 [1] of
 them; all tiles of an expert lie side by side, so that its weights stay in the second level cache. Every launch has at
@@ -36,8 +37,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 BM, BN, BK, STAGES = 128, 256, 64, 3
 #: Row tiles that take turns with one column tile of weights.
 GROUP = 8
-#: Registers of a consumer's and a producer's thread; ptxas sees 168 for all.
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+#: Registers of a thread of a consumer of rows, of its producer, and of the producer of weight gradients; ptxas sees
+#: 168 for all.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS, WGRAD_REGISTERS = 232, 40, 56
 
 
 @gluon.jit
@@ -68,9 +70,9 @@ def _store(stage, value, desc, out, ld, row0, rows, col, cols, WIDTH: gl.constex
 
 @gluon.jit
 def _rows_producer(
-    a_desc, a_ptr, lda, index, slots, b_desc, tiles, num_tiles, num_n, K, W, a_bufs, b_bufs, ready, empty,
-    GATHER: gl.constexpr, GATED: gl.constexpr, IN_OUT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    a_desc, a_ptr, lda, index, b_desc, tiles, num_tiles, num_n, K, W, a_bufs, b_bufs, ready, empty,
+    GATHER: gl.constexpr, SLOTS: gl.constexpr, GATED: gl.constexpr, IN_OUT: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BN // 2
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -80,7 +82,7 @@ def _rows_producer(
         e, row0, rows, n = _row_tile(t, num_m, num_n, tiles, GROUP)
         if GATHER:
             r = gl.arange(0, BM, gl.SliceLayout(1, COPY))
-            source = gl.load(index + row0 + gl.minimum(r, rows - 1)) // slots
+            source = gl.load(index + row0 + gl.minimum(r, rows - 1)).to(gl.int32) // SLOTS
             c = gl.arange(0, BK, gl.SliceLayout(0, COPY))
             ptr = a_ptr + source.to(gl.int64)[:, None] * lda + c[None, :]
         for k in range(0, K, BK):
@@ -164,11 +166,11 @@ def _rows_consumer(
 
 @gluon.jit
 def _rows_kernel(
-    a_desc, a_ptr, lda, index, slots, b_desc, o_desc, o_ptr, ldo, g_desc, u_desc, h_ptr, ldh, tiles, num_tiles, num_n,
+    a_desc, a_ptr, lda, index, b_desc, o_desc, o_ptr, ldo, g_desc, u_desc, h_ptr, ldh, tiles, num_tiles, num_n,
     K, W,
-    GATHER: gl.constexpr, GATED: gl.constexpr, SAVE: gl.constexpr, IN_OUT: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CONSUMER: gl.constexpr,
-    PRODUCER: gl.constexpr,
+    GATHER: gl.constexpr, SLOTS: gl.constexpr, GATED: gl.constexpr, SAVE: gl.constexpr, IN_OUT: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     A: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], gl.bfloat16)
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], A)
@@ -196,8 +198,8 @@ def _rows_kernel(
                               b_bufs, ready, empty, lower, 0, GATED, SAVE, IN_OUT, BN, BK, STAGES, GROUP)),
             (_rows_consumer, (o_desc, o_ptr, ldo, g_desc, u_desc, h_ptr, ldh, tiles, num_tiles, num_n, K, W, a_bufs,
                               b_bufs, ready, empty, upper, 1, GATED, SAVE, IN_OUT, BN, BK, STAGES, GROUP)),
-            (_rows_producer, (a_desc, a_ptr, lda, index, slots, b_desc, tiles, num_tiles, num_n, K, W, a_bufs, b_bufs,
-                              ready, empty, GATHER, GATED, IN_OUT, BM, BN, BK, STAGES, GROUP)),
+            (_rows_producer, (a_desc, a_ptr, lda, index, b_desc, tiles, num_tiles, num_n, K, W, a_bufs, b_bufs,
+                              ready, empty, GATHER, SLOTS, GATED, IN_OUT, BM, BN, BK, STAGES, GROUP)),
         ],
         [4, 4],
         [CONSUMER, PRODUCER],
@@ -221,8 +223,9 @@ def _wgrad_tile(t, num_m, num_n, offsets, ROWS_FIRST: gl.constexpr):
 
 @gluon.jit
 def _wgrad_producer(
-    a_ptr, lda, index, slots, b_desc, b_ptr, ldb, offsets, E, M, N, num_m, num_n, a_bufs, b_bufs, ready, empty,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ROWS_FIRST: gl.constexpr,
+    a_ptr, lda, index, b_desc, b_ptr, ldb, offsets, E, M, N, num_m, num_n, a_bufs, b_bufs, ready, empty,
+    SLOTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    ROWS_FIRST: gl.constexpr,
 ):  # fmt: skip
     A: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     B: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -230,11 +233,14 @@ def _wgrad_producer(
     for t in range(gl.program_id(0), E * num_m * num_n, gl.num_programs(0)):
         _, start, end, m, n = _wgrad_tile(t, num_m, num_n, offsets, ROWS_FIRST)
         ca = m * BM + gl.arange(0, BM, gl.SliceLayout(0, A))
+        ra = start + gl.arange(0, BK, gl.SliceLayout(1, A))
+        ahead = gl.load(index + ra, mask=ra < end, other=0)  # a stage early: the rows wait for it
         for k in range(start, end, BK):
             s = it % STAGES
             bar = ready.index(s)
+            source = ahead.to(gl.int32) // SLOTS
             ra = k + gl.arange(0, BK, gl.SliceLayout(1, A))
-            source = gl.load(index + ra, mask=ra < end, other=0) // slots
+            ahead = gl.load(index + ra + BK, mask=ra + BK < end, other=0)
             mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
             # beside an expert's last rows lie another's: both operands are zero there, since 0 * NaN is not
             if k + BK <= end:
@@ -261,20 +267,19 @@ def _wgrad_producer(
 @gluon.jit
 def _wgrad_consumer(
     o_desc, offsets, E, M, N, num_m, num_n, a_bufs, b_bufs, ready, empty, stage,
-    UPPER: gl.constexpr, TRANSPOSED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, ROWS_FIRST: gl.constexpr,
+    TRANSPOSED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    ROWS_FIRST: gl.constexpr,
 ):  # fmt: skip
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
     it = 0
     for t in range(gl.program_id(0), E * num_m * num_n, gl.num_programs(0)):
         e, start, end, m, n = _wgrad_tile(t, num_m, num_n, offsets, ROWS_FIRST)
-        acc = gl.zeros((64, BN), gl.float32, ACC)
+        acc = gl.zeros((BM, BN), gl.float32, ACC)
         for k in range(start, end, BK):
             s = it % STAGES
             mbarrier.wait(ready.index(s), (it // STAGES) & 1)
             fence_async_shared()
-            a = a_bufs.index(s).slice(64 * UPPER, 64, dim=1).permute((1, 0))
-            acc = warpgroup_mma(a, b_bufs.index(s), acc, is_async=True)
+            acc = warpgroup_mma(a_bufs.index(s).permute((1, 0)), b_bufs.index(s), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             if k > start:
                 mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
@@ -286,51 +291,48 @@ def _wgrad_consumer(
         if TRANSPOSED:
             stage.permute((1, 0)).store(acc.to(gl.bfloat16))
             fence_async_shared()
-            tma.async_copy_shared_to_global(o_desc, [e * N + n * BN, m * BM + 64 * UPPER], stage)
+            tma.async_copy_shared_to_global(o_desc, [e * N + n * BN, m * BM], stage)
         else:
             stage.store(acc.to(gl.bfloat16))
             fence_async_shared()
-            tma.async_copy_shared_to_global(o_desc, [e * M + m * BM + 64 * UPPER, n * BN], stage)
+            tma.async_copy_shared_to_global(o_desc, [e * M + m * BM, n * BN], stage)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _wgrad_kernel(
-    a_ptr, lda, index, slots, b_desc, b_ptr, ldb, offsets, o_desc, E, M, N, num_m, num_n,
-    TRANSPOSED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    ROWS_FIRST: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
+    a_ptr, lda, index, b_desc, b_ptr, ldb, offsets, o_desc, E, M, N, num_m, num_n,
+    SLOTS: gl.constexpr, TRANSPOSED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, ROWS_FIRST: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     A: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BM], gl.bfloat16)
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BK, BM], A)
     b_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BK, BN], b_desc.layout)
     if TRANSPOSED:
-        lower = gl.allocate_shared_memory(gl.bfloat16, [BN, 64], o_desc.layout)
-        upper = gl.allocate_shared_memory(gl.bfloat16, [BN, 64], o_desc.layout)
+        stage = gl.allocate_shared_memory(gl.bfloat16, [BN, BM], o_desc.layout)
     else:
-        lower = gl.allocate_shared_memory(gl.bfloat16, [64, BN], o_desc.layout)
-        upper = gl.allocate_shared_memory(gl.bfloat16, [64, BN], o_desc.layout)
+        stage = gl.allocate_shared_memory(gl.bfloat16, [BM, BN], o_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=129)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=1)
     gl.warp_specialize(
         [
-            (_wgrad_consumer, (o_desc, offsets, E, M, N, num_m, num_n, a_bufs, b_bufs, ready, empty, lower,
-                               0, TRANSPOSED, BM, BN, BK, STAGES, ROWS_FIRST)),
-            (_wgrad_consumer, (o_desc, offsets, E, M, N, num_m, num_n, a_bufs, b_bufs, ready, empty, upper,
-                               1, TRANSPOSED, BM, BN, BK, STAGES, ROWS_FIRST)),
-            (_wgrad_producer, (a_ptr, lda, index, slots, b_desc, b_ptr, ldb, offsets, E, M, N, num_m, num_n, a_bufs,
-                               b_bufs, ready, empty, BM, BN, BK, STAGES, ROWS_FIRST)),
+            (_wgrad_consumer, (o_desc, offsets, E, M, N, num_m, num_n, a_bufs, b_bufs, ready, empty, stage,
+                               TRANSPOSED, BM, BN, BK, STAGES, ROWS_FIRST)),
+            (_wgrad_producer, (a_ptr, lda, index, b_desc, b_ptr, ldb, offsets, E, M, N, num_m, num_n, a_bufs,
+                               b_bufs, ready, empty, SLOTS, BM, BN, BK, STAGES, ROWS_FIRST)),
         ],
-        [4, 4],
-        [CONSUMER, PRODUCER],
+        [4],
+        [PRODUCER],
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Rows to read through an index: row r of the operand is row ``index[r] // slots`` of the tensor."""
+    """Rows to read through an index: row r of the operand is row ``index[r] // slots`` of the tensor. At most 2**31 - 1
+    rows."""
 
     index: Tensor
     slots: int
@@ -367,10 +369,10 @@ def _rows(
     gate, up = (o, o) if h is None else (_desc(half, [64, width]) for half in h.chunk(2, 1))
     index, slots = (tiles[0], 1) if gather is None else (gather.index, gather.slots)
     _rows_kernel[(_programs(a.device),)](
-        _desc(a, [BM, BK]), a, a.stride(0), index, slots, b, o, out, out.stride(0), gate, up, out if h is None else h,
+        _desc(a, [BM, BK]), a, a.stride(0), index, b, o, out, out.stride(0), gate, up, out if h is None else h,
         0 if h is None else h.stride(0), *tiles, -(-out.shape[1] // width), w.shape[1], w.shape[2],
-        GATHER=gather is not None, GATED=gated, SAVE=h is not None, IN_OUT=in_out, BM=BM, BN=BN, BK=BK, STAGES=STAGES,
-        GROUP=GROUP, CONSUMER=CONSUMER_REGISTERS, PRODUCER=PRODUCER_REGISTERS, num_warps=4,
+        GATHER=gather is not None, SLOTS=slots, GATED=gated, SAVE=h is not None, IN_OUT=in_out, BM=BM, BN=BN, BK=BK,
+        STAGES=STAGES, GROUP=GROUP, CONSUMER=CONSUMER_REGISTERS, PRODUCER=PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip
 
 
@@ -381,10 +383,10 @@ def wgrad(gathered: Tensor, gather: Gather, dense: Tensor, offsets: Tensor, *, t
     m, n, experts = gathered.shape[1], dense.shape[1], offsets.shape[0]
     out = dense.new_empty((experts, n, m) if transposed else (experts, m, n))
     _wgrad_kernel[(_programs(dense.device),)](
-        gathered, gathered.stride(0), gather.index, gather.slots, _desc(dense, [BK, BN]), dense, dense.stride(0),
-        offsets, _desc(out.flatten(0, 1), [BN, 64] if transposed else [64, BN]), experts, m, n, -(-m // BM),
-        -(-n // BN), TRANSPOSED=transposed, BM=BM, BN=BN, BK=BK, STAGES=STAGES, ROWS_FIRST=True,
-        CONSUMER=CONSUMER_REGISTERS, PRODUCER=PRODUCER_REGISTERS, num_warps=4,
+        gathered, gathered.stride(0), gather.index, _desc(dense, [BK, BN]), dense, dense.stride(0),
+        offsets, _desc(out.flatten(0, 1), [BN, BM] if transposed else [BM, BN]), experts, m, n, -(-m // BM),
+        -(-n // BN), SLOTS=gather.slots, TRANSPOSED=transposed, BM=BM, BN=BN, BK=BK, STAGES=STAGES, ROWS_FIRST=True,
+        PRODUCER=WGRAD_REGISTERS, num_warps=8,
     )  # fmt: skip
     return out
 
