@@ -227,6 +227,11 @@ def free_memory(device_type: str) -> int:
     return pages * size
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is wrapped by a transform of ``torch.func``."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def seeded_devices() -> list[int]:
     """The CUDA devices whose random state ``torch.manual_seed`` would change."""
     return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []

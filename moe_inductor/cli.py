@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,12 @@ def _demo(args: argparse.Namespace) -> int:
         importlib.import_module("transformers")
     except ImportError as error:
         raise InputError(f"the demo trains a transformers model: pip install transformers ({error})") from error
+    import torch
+
     from .demo import run
 
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch finds no CUDA device here (megamoe doctor says more)")
     with _quiet():
         result = run(steps=args.steps, device=args.device)
     print(result.to_json() if args.json else result)
@@ -117,7 +121,7 @@ def _explain(args: argparse.Namespace) -> int:
             report = explain(model, *inputs, options=options, **kwargs)
         except OptionError as error:
             raise InputError(str(error)) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(f"the model could not be run: {_line(error)}") from error
     print(report.to_json() if args.json else report)
     if args.require is None:
@@ -146,18 +150,21 @@ def _from_factory(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     sys.path.insert(0, os.getcwd())
     try:
         factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # the module's own code runs, and any text may stand for its name
         raise InputError(f"cannot load {target}: {_line(error)}") from error
     finally:
         sys.path.remove(os.getcwd())
     try:
         made = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"{target} failed: {_line(error)}") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
         raise InputError(f"{target} must return (model, args) or (model, args, kwargs)")
     inputs = made[1] if isinstance(made[1], (tuple, list)) else (made[1],)
-    return made[0], tuple(inputs), dict(made[2]) if len(made) == 3 else {}
+    kwargs = made[2] if len(made) == 3 else {}
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise InputError(f"{target} must return its kwargs as a dictionary of names, not {type(kwargs).__name__}")
+    return made[0], tuple(inputs), dict(kwargs)
 
 
 def _from_config(

@@ -183,7 +183,7 @@ def _kernels() -> tuple[Check, ...]:
             continue
 
         def look(family: Kernel = family) -> str:
-            device = Device.of("cpu" if family is not Kernel.LIBRARY else "cuda")
+            device = Device.of("cuda" if family in (Kernel.LIBRARY, Kernel.HOPPER) else "cpu")
             why = refuse_family(family, device)
             if why is not None:
                 raise Unavailable(why)
@@ -204,7 +204,11 @@ def _options(environ: Mapping[str, str]) -> tuple[Check, ...]:
         except OptionError as error:
             checks.append(Check(name, False, reason(error)))
             continue
+        if values.get("disabled"):
+            checks.append(Check(name, False, f"{variable} is set: every graph goes to Inductor unchanged, unset it"))
+            continue
         value = values.get(name, getattr(Options(), name))
-        source = f"from {variable}; options of torch.compile win" if values else "default"
+        wins = "" if name == "disabled" else "; options of torch.compile win"
+        source = f"from {variable}{wins}" if values else "default"
         checks.append(Check(name, True, f"{getattr(value, 'value', value)} ({source})"))
     return tuple(checks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 
 from . import _torch
-from .options import Require, resolve
-from .report import Break, Report, collecting
+from .options import OptionError, Require, resolve
+from .report import Break, Reject, Report, collecting, record
+
+DISABLED = Reject("MEGAMOE_DISABLE", "disabled", "the environment turns the backend off: Inductor gets every graph")
 
 
 def explain(
@@ -27,18 +30,24 @@ def explain(
     or ``no_grad``. Parameters, gradients, buffers and the random state are afterwards what they were; the arguments are
     used as they are, so a model that writes into them does so here too. A model that was compiled before is explained
     as a whole, its compiled code is kept. Graph breaks are in ``Report.breaks``. ``options`` as for
-    ``torch.compile``, but ``moe.require`` does not raise here: ask ``Report.require``. Raises OptionError on a wrong
-    option, and whatever the model itself raises.
+    ``torch.compile``, but ``moe.require`` does not raise here: ask ``Report.require``. Under ``MEGAMOE_DISABLE=1`` the
+    answer is a refusal with the code ``disabled``. Raises OptionError on a wrong option, Inductor's included, and
+    whatever the model itself raises.
     """
     from .backend import fuse
 
-    ours = replace(resolve(options, None, os.environ)[0], require=Require.NONE)
+    ours, inductor = resolve(options, None, os.environ)
+    _check(inductor)
+    ours = replace(ours, require=Require.NONE)
     breaks: list[Break] = []
 
     def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         reason = _torch.break_reason(graph)
         if reason is not None:
             breaks.append(Break(*reason))
+        if ours.disabled:
+            record([DISABLED], seconds=0.0)
+            return graph.forward
         fused: Callable[..., Any] = fuse(graph, inputs, ours).forward
         return fused
 
@@ -47,6 +56,20 @@ def explain(
     with collecting() as graphs, _unchanged(model):
         _torch.compile_isolated(model, compiler)(*args, **kwargs)
     return Report(tuple(graphs), tuple(breaks))
+
+
+def _check(inductor: Mapping[str, object]) -> None:
+    """Raise OptionError where Inductor does not take these options."""
+    known = _torch.inductor_config_keys()
+    for key in inductor:
+        name = key.replace("-", "_")
+        if name not in known:
+            close = difflib.get_close_matches(name, sorted(known), n=1)
+            raise OptionError(f"Inductor has no option {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    try:
+        _torch.inductor(inductor)
+    except RuntimeError as error:
+        raise OptionError(str(error)) from error
 
 
 @contextmanager

@@ -236,20 +236,14 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
     }
 
 
-def sources(options: Mapping[str, object] | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Field -> ``"options"``, the name of the variable, or ``"default"``: which one has won."""
-    given = {key.removeprefix(PREFIX) for key in options or () if key.startswith(PREFIX)}
-    variables = {field: variable for variable, (field, _) in ENVIRONMENT.items() if environ.get(variable, "")}
-    return {f.name: "options" if f.name in given else variables.get(f.name, "default") for f in fields(Options)}
-
-
 def resolve(
     options: Mapping[str, object] | None, mode: str | None, environ: Mapping[str, str]
 ) -> tuple[Options, dict[str, Any]]:
     """Our options, and the dictionary for Inductor with ``mode`` or ``moe.mode`` written out in it.
 
-    Raises OptionError, a ValueError, on an unknown ``moe.`` key, on a wrong value or type, on a key that is no string or
-    only resembles one of ours, and where a mode and an explicit key disagree. Other keys that Inductor does not know are left to it.
+    Raises OptionError, a ValueError, on an unknown ``moe.`` key, on a wrong value or type, on a key that is no string
+    or only resembles one of ours, and where a mode and an explicit key disagree. Other keys that Inductor does not know
+    are left to it.
     """
     values = from_environment(environ)
     inductor: dict[str, Any] = {}
@@ -272,19 +266,6 @@ def resolve(
     if mode is not None and ours.mode is not None and mode != ours.mode:
         raise OptionError(f"mode={mode!r} and moe.mode={ours.mode!r} disagree: give one of them")
     return ours, _with_mode(inductor, "mode" if mode else "moe.mode", mode or ours.mode)
-
-
-def check_inductor(inductor: Mapping[str, object]) -> None:
-    """Raise OptionError where Inductor does not take ``inductor``, the second part of :func:`resolve`'s answer."""
-    known = _torch.inductor_config_keys()
-    for key in inductor:
-        if key.replace("-", "_") not in known:
-            close = difflib.get_close_matches(key.replace("-", "_"), sorted(known), n=1)
-            raise OptionError(f"Inductor has no option {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-    try:
-        _torch.inductor(inductor)
-    except RuntimeError as error:
-        raise OptionError(str(error)) from error
 
 
 def _refuse_lookalikes(inductor: Mapping[str, object]) -> None:

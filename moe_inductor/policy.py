@@ -58,8 +58,8 @@ def choose(
     """The plan ``"<family>/<dtype>"`` for a region on ``device``, for example ``"cpu/bf16"``, or why there is none.
 
     ``names`` are the region's parameters as seen from the compiled root, for ``moe.precision_rules``; ``where`` is
-    copied into a refusal. Refusal codes: ``device``, ``dtype``, ``precision``, ``option``, ``kernel``. Raises OptionError where
-    rules would give the region two precisions.
+    copied into a refusal. Refusal codes: ``device``, ``dtype``, ``precision``, ``option``, ``kernel``. Raises
+    OptionError where rules would give the region two precisions.
     """
     dtype = DTYPES.get(spec.dtype)
     if dtype is None:

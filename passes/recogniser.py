@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from .. import _torch
 from ..report import Reject
 from ..source import where
 from .effects import Effects, is_dead
 from .operands import Operand
 from .recognise import Failure, Match, recognise
 from .values import dim
-from .window import Window
+from .window import Window, example
 
 Modes = dict[torch.fx.Node, tuple[bool | None, tuple[torch.fx.Node, ...]]]
 
@@ -34,6 +35,9 @@ class Recogniser:
 
     def __call__(self, window: Window, modes: Modes) -> Match | Reject:
         """The proof of ``window``; ``modes`` as :func:`~.window.modes` gives them."""
+        held = example(window.up)
+        if held is not None and _torch.is_transformed(held):
+            return Reject(where(window.up), "transform", "the layer runs under a transform of torch.func")
         key, place, blocked = _seen(window, modes)
         everything = list(place)
         found = self._known.get(key)

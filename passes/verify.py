@@ -40,6 +40,10 @@ SYMBOL_SIZE = 5
 #: sums of L terms: two right orders of float32 sums were seen 81 steps apart (a routing weight's gradient, L = 2048).
 #: A wrong row, a missing expert or a stale scale is off by far more.
 STEPS, SPREAD = 16, 4
+#: Where a clamp or a relu bends, the derivative jumps, and two right roundings may fall on either side of it: of 500
+#: bf16 layers of H <= 24 with a clamp and a bias, 15 had a row of a gradient that did. Values do not jump. So gradients
+#: that differ are drawn for again, up to so many times in all.
+DRAWS = 3
 
 
 class Unverifiable(Exception):
@@ -66,10 +70,13 @@ class Verifier:
             why = _over_budget(proposal) if remembered else None
             if why is not None:
                 return f"not verified: {why}"
-            worst = _compare(proposal, self.inputs)
+            bound = _bound(proposal.match.spec)
+            for draw in range(DRAWS):
+                worst = _compare(proposal, self.inputs, draw)
+                if all(e <= bound for e in worst.values()) or not worst.get("the output", math.nan) <= bound:
+                    break
         except Unverifiable as e:
             return f"not verified: {e}"
-        bound = _bound(proposal.match.spec)
         name, error = max(worst.items(), key=lambda item: item[1])
         if not error <= bound:  # NaN fails too
             return Reject(
@@ -84,8 +91,9 @@ class Verifier:
         return text
 
 
-def _compare(proposal: Proposal, inputs: dict[torch.fx.Node, Any]) -> dict[str, float]:
+def _compare(proposal: Proposal, inputs: dict[torch.fx.Node, Any], draw: int) -> dict[str, float]:
     """Tensor name -> largest relative difference of a row: the output, and the gradients where they leave the region.
+    ``draw`` seeds the activations.
 
     A router's own gradient is no measure: its terms may cancel to nothing, as those of one weight normalised to 1 do,
     and what is left is rounding. The gradient of the weights that the region takes in has no such step.
@@ -98,11 +106,11 @@ def _compare(proposal: Proposal, inputs: dict[torch.fx.Node, Any]) -> dict[str, 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_torch.eager())
         stack.enter_context(torch.random.fork_rng(devices=_torch.seeded_devices()))  # manual_seed reseeds them all
-        torch.manual_seed(0)
+        torch.manual_seed(2 * draw)
         leaves = _leaves(proposal, inputs)
         outs = []
         for graph, own in ((was, before), (becomes, after)):
-            torch.manual_seed(1)  # the router may draw numbers
+            torch.manual_seed(2 * draw + 1)  # the router may draw numbers
             try:
                 outs.append(_run(graph, own, leaves, proposal.autocasts))
             except (RuntimeError, ValueError, IndexError, TypeError) as e:

@@ -23,6 +23,14 @@ def fails():
     raise RuntimeError("no such file")
 def bad_input():
     return torch.nn.Linear(4, 4), (torch.ones(2, 5),)
+def leaves():
+    raise SystemExit(7)
+def leaves_later():
+    return leaves, ()
+def wrong_kwargs():
+    return torch.nn.Linear(4, 4), (torch.ones(2, 4),), 5
+def numbered_kwargs():
+    return torch.nn.Linear(4, 4), (torch.ones(2, 4),), {1: 2}
 """
 
 
@@ -46,6 +54,9 @@ def stand_in(monkeypatch):
 def factory(tmp_path, monkeypatch):
     name = f"factory_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(FACTORY)
+    (tmp_path / "cli_raises.py").write_text("raise RuntimeError('at import')")
+    (tmp_path / "cli_leaves.py").write_text("raise SystemExit(0)")
+    (tmp_path / "cli_syntax.py").write_text("def make(:")
     monkeypatch.chdir(tmp_path)
     yield name
     sys.modules.pop(name, None)
@@ -106,7 +117,19 @@ def test_explain_takes_options(factory, stand_in, capsys):
         (["{}:bad_input"], "the model could not be run: "),
         (["{}:make", "--option", "moe.precision"], "--option takes KEY=VALUE"),
         (["{}:make", "--option", "moe.precison=bf16"], "did you mean 'moe.precision'?"),
+        (["{}:make", "--option", "foo=1"], "Inductor has no option 'foo'"),
+        (["{}:make", "--option", "max_autotun=true"], "did you mean 'max_autotune'?"),
+        (["{}:make", "--option", "max_autotune=1"], "Unexpected type of attr max_autotune, got int should be bool"),
         (["."], "has no config.json"),
+        ([":make"], "cannot load :make: ValueError: Empty module name"),
+        (["..:make"], "cannot load ..:make: TypeError: "),
+        (["cli_raises:make"], "cannot load cli_raises:make: RuntimeError: at import"),
+        (["cli_leaves:make"], "cannot load cli_leaves:make: SystemExit: 0"),
+        (["cli_syntax:make"], "cannot load cli_syntax:make: SyntaxError: "),
+        (["{}:leaves"], "leaves failed: SystemExit: 7"),
+        (["{}:leaves_later"], "the model could not be run: "),
+        (["{}:wrong_kwargs"], "must return its kwargs as a dictionary of names, not int"),
+        (["{}:numbered_kwargs"], "must return its kwargs as a dictionary of names"),
     ],
 )
 def test_input_that_cannot_be_right_is_exit_code_2_and_one_line(factory, capsys, argv, words):
@@ -150,6 +173,20 @@ def test_demo_has_the_exit_code_of_its_result(monkeypatch, capsys, fused, passed
     monkeypatch.setattr(demo, "run", lambda *, steps, device: result)
     assert cli.main(["demo", "--json", *argv]) == code
     assert capsys.readouterr().out == "{}\n"
+
+
+def test_demo_on_a_device_that_is_not_there_is_exit_code_2(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["demo", "--device", "cuda"]) == 2
+    assert capsys.readouterr().err.startswith("megamoe: --device cuda: torch finds no CUDA device")
+
+
+def test_explain_says_that_the_environment_disables_the_backend(factory, monkeypatch, capsys):
+    monkeypatch.setenv("MEGAMOE_DISABLE", "1")
+    assert cli.main(["explain", f"{factory}:make"]) == 0
+    assert "MEGAMOE_DISABLE  [disabled] the environment turns the backend off" in capsys.readouterr().out
+    assert cli.main(["explain", f"{factory}:make", "--require", "1"]) == 1
+    assert "[disabled]" in capsys.readouterr().err
 
 
 def test_no_command_prints_usage():

@@ -114,6 +114,11 @@ def test_the_environment_is_read_and_wrong_values_are_problems():
         "precision", True, "bf16 (from MEGAMOE_PRECISION; options of torch.compile win)"
     )
     assert checks["disabled"].detail == "False (default)"
+    off = of(diagnose({"MEGAMOE_DISABLE": "0"}), "options")["disabled"]
+    assert off == Check("disabled", True, "False (from MEGAMOE_DISABLE)")
+    disabled = diagnose({"MEGAMOE_DISABLE": "1"})
+    why = "MEGAMOE_DISABLE is set: every graph goes to Inductor unchanged, unset it"
+    assert Check("disabled", False, why) in disabled.problems
     assert not checks["require"].ok and "did you mean 'all'?" in checks["require"].detail
     assert checks["require"] in diagnosis.problems
 
@@ -131,8 +136,10 @@ def test_devices(monkeypatch):
 
 def test_kernel_families_say_why_they_cannot_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    check = of(diagnose({}), "kernels")["library"]
-    assert not check.ok and "no NVIDIA driver answers" in check.detail
+    checks = of(diagnose({}), "kernels")
+    for family in ("library", "hopper"):
+        assert not checks[family].ok and "no NVIDIA driver answers" in checks[family].detail
+    assert checks["cpu"].ok
 
 
 def test_no_problem_reads_as_such():

@@ -254,3 +254,13 @@ def test_alike_refusals_name_their_own_line() -> None:
     check(TwoLayers(), fused=0)
     lines = [r.where for r in report().refused]
     assert len(lines) == 2 and lines[0] != lines[1] and all("test_effects.py" in line for line in lines)
+
+
+def test_a_layer_under_vmap_is_refused_by_name() -> None:
+    module = Batched().requires_grad_(requires_grad=False)
+    x = torch.randn(3, T, H)
+    torch._dynamo.reset()
+    reset()
+    call = torch.compile(torch.func.vmap(module), backend=with_inner(run_graph), options=VERIFY)
+    torch.testing.assert_close(call(x), torch.stack([module(part) for part in x]), rtol=1e-4, atol=1e-5)
+    assert report().refused and {r.code for r in report().refused} == {"transform"}

@@ -67,6 +67,30 @@ def test_options_and_the_callers_mode_reach_the_pass(calls):
         explain(Layer(), torch.randn(8, 4), options={"moe.precisio": "bf16"})
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"no_such_thing_at_all": 1}, "Inductor has no option 'no_such_thing_at_all'$"),
+        ({"triton.cudagraph": True}, "did you mean 'triton.cudagraphs'?"),
+        ({"max_autotune": 1}, "max_autotune, got int should be bool"),
+    ],
+)
+def test_options_that_inductor_would_not_take_are_refused(calls, options, words):
+    with pytest.raises(OptionError, match=words):
+        explain(Layer(), torch.randn(8, 4), options=options)
+    assert not calls
+
+
+def test_a_disabled_backend_is_one_refusal(calls, monkeypatch):
+    monkeypatch.setenv("MEGAMOE_DISABLE", "1")
+    model = torch.nn.Sequential(Layer(), torch.nn.ReLU())
+    answer = explain(model, torch.randn(8, 4))
+    assert not calls and answer.compiles == 1
+    assert [r.code for r in answer.refused] == ["disabled"]
+    with pytest.raises(RuntimeError, match="MEGAMOE_DISABLE"):
+        answer.require(1)
+
+
 def test_a_graph_break_is_told_with_its_place():
     def broken(x):
         y = x.sin()

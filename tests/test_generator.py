@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
 from moe_inductor.report import report, reset
+from tests.generator import EACH, OF, UNREACHED, refusal_codes, summary
 from tests.moe_changes import CHANGES, Kind
-from tests.moe_oracle import check, difference, fused_backend, hidden_states, plain, run
+from tests.moe_oracle import Result, check, difference, fused_backend, hidden_states, plain, run
 from tests.moe_samples import BY_NAME, Sample, sample
 from tests.near_misses import NEAR_MISSES, Batched, Grouped, H, NearMiss, T
 
-#: Of four seeds one is a positive, two are mutants and one is respelled.
-SEEDS = range(152)
-SAMPLE = {0, 1, 2, 3, 4, 5, 8, 9, 12, 13, 16, 17, 20, 24}
+#: Of five seeds one is a positive, one is respelled and three are mutants.
+SEEDS = range(150)
+SAMPLE = {0, 1, 2, 3, 5, 6, 10, 11, 15, 16, 20, 21, 25, 30}
 MUST_REFUSE = sorted(c.name for c in CHANGES if c.must_refuse)
 RESPELLINGS = sorted(c.name for c in CHANGES if c.kind is Kind.RESPELLED)
 
@@ -37,6 +40,20 @@ def test_equivalent_spelling_is_fused(name: str) -> None:
 def test_dynamo_captures_every_sample_in_one_graph() -> None:
     for seed in range(24):
         assert not check(sample(seed), plain, ours=False).error, sample(seed)
+
+
+def test_every_proof_is_attacked_often_enough() -> None:
+    attacks = Counter(c.attacks for seed in range(OF) for c in sample(seed).changes if c.kind is Kind.MUTANT)
+    assert set(attacks) == {c.attacks for c in CHANGES if c.kind is Kind.MUTANT}
+    assert min(attacks.values()) >= EACH, attacks
+
+
+def test_summary_names_what_too_few_mutants_reach() -> None:
+    results = [Result(i, "mutant", ("unsorted",), "order", 0, 1, ("order",), "") for i in range(OF)]
+    report = summary(results)
+    assert report["mutants_by_refusal_code"] == dict.fromkeys(refusal_codes() - UNREACHED, 0) | {"order": OF}
+    assert "order" not in report["too_few"]
+    assert report["too_few"]["mask"] == report["too_few"]["inverse"] == 0
 
 
 @pytest.mark.parametrize("name", MUST_REFUSE)

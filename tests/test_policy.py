@@ -5,7 +5,7 @@ import sympy
 import torch
 
 from moe_inductor import policy
-from moe_inductor.options import Kernel, OptionError, Options, Precision
+from moe_inductor.options import Kernel, OptionError, Options, Precision, WeightCache
 from moe_inductor.policy import Device, choose
 from moe_inductor.report import Reject
 from moe_inductor.spec import Combine, ExpertsSpec, Grad, Halves, Layout, MoESpec
@@ -103,7 +103,8 @@ def test_a_family_can_be_forced(kernel, device, plan):
         (Kernel.LIBRARY, T4, "capability 7.5"),
         (Kernel.HOPPER, H200, "needs Triton 3.6"),
         (Kernel.HOPPER, A100, "hopper needs compute capability 9.0, NVIDIA A100 has 8.0"),
-        (Kernel.HOPPER, CPU, "hopper needs compute capability 9.0, cpu has no"),
+        (Kernel.HOPPER, CPU, "family hopper runs on cuda devices, and the experts are on cpu"),
+        (Kernel.HOPPER, Device("cuda"), "compute capability is unknown"),
     ],
 )
 def test_a_forced_family_that_cannot_run_is_refused(kernel, device, words):
@@ -129,6 +130,21 @@ def test_quantised_precisions_are_refused(precision):
     refusal = choose(spec(), H200, Options(precision=precision))
     assert isinstance(refusal, Reject) and refusal.code == "precision"
     assert f"precision {precision.value} needs" in refusal.why
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (Options(weight_cache=WeightCache.STEP), "moe.weight_cache keeps quantised weights"),
+        (Options(ep_max_tokens=8), "moe.ep_max_tokens bounds expert-parallel workspaces"),
+        (Options(ep_capacity=2.0), "moe.ep_capacity bounds expert-parallel workspaces"),
+    ],
+)
+def test_options_without_a_kernel_are_refused(options, words):
+    refusal = choose(spec(), CPU, options, where="m.py:7")
+    assert isinstance(refusal, Reject)
+    assert (refusal.where, refusal.code) == ("m.py:7", "option")
+    assert words in refusal.why
 
 
 def test_rules_decide_by_the_regions_names():
