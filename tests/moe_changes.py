@@ -20,13 +20,14 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One edit of a sample's steps: ``seam``'s last step is replaced, or ``after`` it one is inserted."""
+    """One edit of a sample's steps: ``seam``'s first step is replaced, or one is added after its last."""
 
     name: str
     kind: Kind
     seam: str
     step: Step
     insert: bool
+    also: tuple[tuple[str, Step], ...]  #: other seams whose first step is replaced
     forms: tuple[str, ...]
     needs: Callable[[Config], bool]
     attacks: str  #: the proof that must stop it; "meaning" where a correct rewrite of the changed block exists
@@ -42,6 +43,8 @@ class Change:
             steps[self.seam].append(self.step)
         else:
             steps[self.seam][0] = self.step
+        for seam, step in self.also:
+            steps[seam][0] = step
 
 
 CHANGES: list[Change] = []
@@ -68,6 +71,10 @@ def fp32(config: Config) -> bool:
     return config.dtype == torch.float32
 
 
+def bf16(config: Config) -> bool:
+    return config.dtype == torch.bfloat16
+
+
 def several(config: Config) -> bool:
     """More than one expert a token, else order and sums over K say nothing."""
     return config.K > 1
@@ -87,13 +94,17 @@ def _register(
     seam: str,
     *,
     insert: bool,
+    also: dict[str, Step],
     forms: tuple[str, ...],
     needs: Callable[[Config], bool],
     attacks: str,
     must_refuse: bool,
 ) -> Callable[[Step], Step]:
     def add(step: Step) -> Step:
-        CHANGES.append(Change(step.__name__, kind, seam, step, insert, forms, needs, attacks, must_refuse))
+        change = Change(
+            step.__name__, kind, seam, step, insert, tuple(also.items()), forms, needs, attacks, must_refuse
+        )
+        CHANGES.append(change)
         return step
 
     return add
@@ -103,16 +114,19 @@ def mutation(
     seam: str = "",
     *,
     after: str = "",
+    also: dict[str, Step] | None = None,
     attacks: str,
     forms: tuple[str, ...] = ANY,
     needs: Callable[[Config], bool] = always,
     must_refuse: bool = True,
 ) -> Callable[[Step], Step]:
-    """Declare the decorated step as a mutation of ``seam``, or of what stands ``after`` it."""
+    """Declare the decorated step as a mutation of ``seam``, or of what stands ``after`` it; ``also`` has the steps that
+    the same mutation needs at other seams."""
     return _register(
         Kind.MUTANT,
         after or seam,
         insert=bool(after),
+        also=also or {},
         forms=forms,
         needs=needs,
         attacks=attacks,
@@ -132,6 +146,7 @@ def respelling(
         Kind.RESPELLED,
         after or seam,
         insert=bool(after),
+        also={},
         forms=forms,
         needs=needs,
         attacks="",

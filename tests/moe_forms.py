@@ -159,13 +159,18 @@ def split_halves(m: Block, c: Flow) -> None:
         c.u, c.g = c.h.chunk(2, dim=-1)
 
 
+#: Where clamps bend: half way between two bf16 numbers, so that rounding once never takes a value to the other side,
+#: where the derivative is another.
+NEAR, FAR = 1 + 2**-8, 1.5 + 2**-8
+
+
 def clamped_glu(m: Block, g: Tensor, u: Tensor) -> Tensor:
-    g, u = g.clamp(max=1.5), u.clamp(min=-1.5, max=1.5)
+    g, u = g.clamp(max=FAR), u.clamp(min=-FAR, max=FAR)
     return (u + 1) * (g * torch.sigmoid(g * 1.702))
 
 
 def clamped_silu(m: Block, g: Tensor, u: Tensor) -> Tensor:
-    return F.silu(g.clamp(max=1.0)) * u.clamp(min=-1.0, max=1.0)
+    return F.silu(g.clamp(max=NEAR)) * u.clamp(min=-NEAR, max=NEAR)
 
 
 ACTIVATIONS: dict[str, Callable[[Block, Tensor, Tensor], Tensor]] = {

@@ -32,6 +32,21 @@ def slot_weights_slot_major(m: Block, c: Flow) -> None:
     c.z = c.y * c.w.t().reshape(-1, 1)
 
 
+@mutation("weights", attacks="weight", forms=GROUPED)
+def weights_rolled(m: Block, c: Flow) -> None:
+    c.wg = c.w.reshape(-1)[c.perm].roll(1)
+
+
+@mutation("weigh", attacks="weight", forms=BATCHED, needs=several)
+def one_weight_a_token(m: Block, c: Flow) -> None:
+    c.z = (c.y.view(-1, m.k, c.y.shape[-1]) * c.w[:, :1, None]).flatten(0, 1)
+
+
+@mutation(after="weight_dtype", attacks="weight")
+def whole_number_weights(m: Block, c: Flow) -> None:
+    c.w = (c.w > 0.25).long()
+
+
 @mutation(after="weight_dtype", attacks="meaning", must_refuse=False)
 def weights_squared(m: Block, c: Flow) -> None:
     c.w = c.w * c.w
@@ -52,22 +67,22 @@ def weighted_twice(m: Block, c: Flow) -> None:
     c.z = c.z * (c.wg if m.c.grouped else c.w.reshape(-1)).unsqueeze(-1)
 
 
-@mutation(after="rows", attacks="weight", forms=BATCHED, needs=several)
+@mutation(after="rows", attacks="rows", forms=BATCHED, needs=several)
 def weight_on_input(m: Block, c: Flow) -> None:
     c.xs = c.xs * c.w.reshape(-1, 1).to(c.xs.dtype)
 
 
-@mutation(after="weights", attacks="weight", forms=PLAIN)
+@mutation(after="weights", attacks="rows", forms=PLAIN)
 def sorted_weight_on_input(m: Block, c: Flow) -> None:
     c.xs = c.xs * c.wg.unsqueeze(-1).to(c.xs.dtype)
 
 
-@mutation(after="up", attacks="weight")
+@mutation(after="up", attacks="elementwise")
 def weight_before_activation(m: Block, c: Flow) -> None:
     c.h = c.h * (c.wg if m.c.grouped else c.w.reshape(-1)).unsqueeze(-1).to(c.h.dtype)
 
 
-@mutation(after="act", attacks="weight")
+@mutation(after="act", attacks="elementwise")
 def weight_before_down(m: Block, c: Flow) -> None:
     c.a = c.a * (c.wg if m.c.grouped else c.w.reshape(-1)).unsqueeze(-1).to(c.a.dtype)
 
@@ -130,7 +145,7 @@ def activated_product(m: Block, c: Flow) -> None:
     c.a = F.silu(c.g * c.u)
 
 
-@mutation("act", attacks="dtype", needs=lambda c: c.gated and fp32(c))
+@mutation("act", attacks="elementwise", needs=lambda c: c.gated and fp32(c))
 def bf16_inside(m: Block, c: Flow) -> None:
     c.a = F.silu(c.g.to(torch.bfloat16)).to(c.g.dtype) * c.u
 
@@ -236,25 +251,6 @@ def gathered_rows_returned(m: Block, c: Flow) -> None:
 def doubled_through_a_view(m: Block, c: Flow) -> None:
     c.h = c.h.clone()
     c.h.view(-1).mul_(2)
-
-
-@mutation("rows", attacks="mutation", forms=BATCHED, must_refuse=False)
-def input_mutated_after_gather(m: Block, c: Flow) -> None:
-    c.x = c.x.clone()
-    c.xs = c.x.repeat_interleave(m.k, dim=0)
-    c.x.mul_(2)
-
-
-@mutation("rows", attacks="mutation", forms=PLAIN, must_refuse=False)
-def input_mutated_after_sort(m: Block, c: Flow) -> None:
-    c.x = c.x.clone()
-    c.xs = c.x[c.perm // m.k]
-    c.x.mul_(2)
-
-
-@mutation(after="up", attacks="mutation", needs=lambda c: c.router != "topk_softmax", must_refuse=False)
-def weights_mutated_late(m: Block, c: Flow) -> None:
-    c.w.mul_(0.5)
 
 
 @mutation("up", attacks="matmuls", forms=PLAIN, needs=halved)

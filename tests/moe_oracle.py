@@ -25,6 +25,7 @@ class Result:
     changes: tuple[str, ...]
     attacks: str
     fused: int
+    refused: int
     codes: tuple[str, ...]
     error: str
 
@@ -122,7 +123,7 @@ def check(s: Sample, backend: Backend, *, ours: bool = True) -> Result:
     try:
         pairs = [(run(eager, eager, x), run(compiled, block, x)) for x in inputs]
     except Exception as e:
-        return _result(s, 0, (), f"{type(e).__name__}: {e}"[:400])
+        return _result(s, 0, [], f"{type(e).__name__}: {e}"[:400])
     graphs = report().graphs if ours else ()
     fused = sum(len(g.fused) for g in graphs)
     refused = [r for g in graphs for r in g.refused]
@@ -130,7 +131,7 @@ def check(s: Sample, backend: Backend, *, ours: bool = True) -> Result:
         error = error or difference(value, reference, truth_of(eager, x) if fused else None)
     if ours:
         error = error or _broken_promise(s, fused, len(graphs), refused)
-    return _result(s, fused, tuple(sorted({r.code for r in refused})), error)
+    return _result(s, fused, refused, error)
 
 
 def _broken_promise(s: Sample, fused: int, graphs: int, refused: Sequence[Any]) -> str:
@@ -147,6 +148,8 @@ def _broken_promise(s: Sample, fused: int, graphs: int, refused: Sequence[Any]) 
     return ""
 
 
-def _result(s: Sample, fused: int, codes: tuple[str, ...], error: str) -> Result:
+def _result(s: Sample, fused: int, refused: Sequence[Any], error: str) -> Result:
     attacks = s.changes[0].attacks if s.changes else ""
-    return Result(s.config.seed, s.label, tuple(c.name for c in s.changes), attacks, fused, codes, error)
+    codes = tuple(sorted({r.code for r in refused}))
+    names = tuple(c.name for c in s.changes)
+    return Result(s.config.seed, s.label, names, attacks, fused, len(refused), codes, error)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, fields
 import torch
 
 import tests.moe_mutations_experts
+import tests.moe_mutations_region
 import tests.moe_mutations_routing
-import tests.moe_respellings  # noqa: F401  (the three register their changes)
+import tests.moe_respellings  # noqa: F401  (the four register their changes)
 from tests.moe_block import BATCHED, GROUPED, HAS_FALLBACK, Block, Config
 from tests.moe_changes import CHANGES, Change, Kind
 from tests.moe_forms import ACTIVATIONS, UNGATED, steps_of
@@ -90,20 +91,24 @@ def _config_for(change: Change, seed: int, rng: random.Random) -> Config:
     raise LookupError(f"no config for {change.name}")
 
 
+#: Of so many seeds in a row the first is a positive, the second is respelled, the others are mutants.
+CYCLE = 5
+
+
 def _turn(seed: int) -> Change | None:
-    """What a seed changes: of four seeds one is positive, two are mutants, one is respelled. Mutants take the attacked
-    proofs in rotation, so that each gets the same number."""
-    turn, quarter = divmod(seed, 4)
-    if quarter == 0:
+    """What a seed changes. Mutants take the attacked proofs in rotation, and the mutations of each in turn, so that
+    every proof is attacked the same number of times."""
+    turn, place = divmod(seed, CYCLE)
+    if place == 0:
         return None
-    if quarter == 1:
+    if place == 1:
         respellings = [c for c in CHANGES if c.kind is Kind.RESPELLED]
         return respellings[turn % len(respellings)]
     by_proof: dict[str, list[Change]] = defaultdict(list)
     for c in CHANGES:
         if c.kind is Kind.MUTANT:
             by_proof[c.attacks].append(c)
-    turn = 2 * turn + quarter - 2
+    turn = (CYCLE - 2) * turn + place - 2
     mutations = list(by_proof.values())[turn % len(by_proof)]
     return mutations[turn // len(by_proof) % len(mutations)]
 
