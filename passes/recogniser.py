@@ -35,9 +35,8 @@ class Recogniser:
 
     def __call__(self, window: Window, modes: Modes) -> Match | Reject:
         """The proof of ``window``; ``modes`` as :func:`~.window.modes` gives them."""
-        held = example(window.up)
-        if held is not None and _torch.is_transformed(held):
-            return Reject(where(window.up), "transform", "the layer runs under a transform of torch.func")
+        if (inside := next(filter(_transforms, window.nodes), None)) is not None:  # may not even be run alone
+            return Reject(where(inside), "transform", "the layer runs under a transform of torch.func")
         key, place, blocked = _seen(window, modes)
         everything = list(place)
         found = self._known.get(key)
@@ -50,6 +49,13 @@ class Recogniser:
         if isinstance(outcome, Failure):
             return Reject(where(to.get(outcome.at, outcome.at)), outcome.code, outcome.why)
         return outcome if old is place else moved(outcome, to.__getitem__)
+
+
+def _transforms(node: torch.fx.Node) -> bool:
+    """Whether ``node`` is under a transform of ``torch.func``, or opens or closes one."""
+    held = example(node)
+    opens = str(getattr(node.target, "__module__", "")).startswith("torch._functorch")
+    return opens or (held is not None and _torch.is_transformed(held))
 
 
 def fingerprint(window: Window, modes: Modes) -> str:
