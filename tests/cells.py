@@ -131,7 +131,8 @@ def _run(cell: Cell, inner: Inner) -> Result:
     fused, worst = len(found.fused), truth.Worst("", 0.0, 0.0, 1.0)
     try:
         for mine, theirs, made, inputs in zip(values, references, decisions, batches, strict=True):
-            new = truth.compare(mine, theirs, _truth(cell, inputs, made), DTYPES[cell.dtype], terms=terms)
+            exact, summed = _truth(cell, inputs, made)
+            new = truth.compare(mine, theirs, exact, DTYPES[cell.dtype], terms=terms, summed=summed)
             worst = new if new.used >= worst.used else worst
     except AssertionError as e:
         return Result(cell, Status.WRONG, fused, found.compiles, "structure", _line(e))
@@ -204,12 +205,16 @@ def _cotangent(output: Tensor, dtype: torch.dtype) -> Tensor:
     return wave.to(dtype).to(output.dtype)
 
 
-def _truth(cell: Cell, inputs: tuple[Tensor, ...], decisions: Sequence[truth.Decision]) -> truth.Values:
-    """Float64 through ``batched_mm``, the implementation that is the same code in every dtype."""
+def _truth(
+    cell: Cell, inputs: tuple[Tensor, ...], decisions: Sequence[truth.Decision]
+) -> tuple[truth.Values, dict[str, float]]:
+    """Float64 through ``batched_mm``, the implementation that is the same code in every dtype, and the norms of the
+    terms that gradients of one element are sums of."""
     block, _ = _block(cell, "batched_mm")
     block = block.double()
-    with truth.Exact(decisions):
-        return _values(block, block, truth.to_double(inputs), cell)
+    with truth.Exact(decisions) as exact:
+        values = _values(block, block, truth.to_double(inputs), cell)
+    return values, {name: exact.summed(value) for name, value in values.items() if name.startswith("grad")}
 
 
 def _compiled(

@@ -119,7 +119,7 @@ def counts_rolled(m: Block, c: Flow) -> None:
     c.offs = torch.cumsum(counts.roll(1), dim=0, dtype=torch.int32)
 
 
-@mutation("offsets", attacks="offsets", forms=PLAIN)
+@mutation("offsets", attacks="index", forms=PLAIN)
 def offsets_of_other_ids(m: Block, c: Flow) -> None:
     counts = torch.histc((m.e - 1 - c.ids).float(), bins=m.e, min=0, max=m.e - 1)
     c.offs = torch.cumsum(counts, dim=0, dtype=torch.int32)

@@ -150,6 +150,30 @@ def test_cancelled_gradient_is_measured_by_its_terms() -> None:
     assert truth.compare(wrong, none, exact, torch.float32, terms=8).used > 1
 
 
+def test_gradient_of_one_element_is_measured_by_the_terms_of_its_sum() -> None:
+    """The scale of 512 terms whose sum happens to be 30 times smaller than their norm: bf16 cannot do better."""
+    terms = torch.randn(512, dtype=torch.float64)
+    terms -= terms.mean() - terms.norm() / 30 / 512
+
+    def gradient(dtype: torch.dtype) -> torch.Tensor:
+        scale = torch.ones(1, dtype=dtype, requires_grad=True)
+        (terms.to(dtype) * scale).backward(torch.ones(512, dtype=dtype))
+        assert scale.grad is not None
+        return scale.grad
+
+    with truth.Exact([]) as exact:
+        true = gradient(torch.float64)
+    norm = exact.summed(true)
+    assert norm == float(terms.norm()) and abs(30 * float(true) / norm - 1) < 0.01
+    good, bad = (true + c * torch.finfo(torch.bfloat16).eps * norm for c in (1.0, 4.0))
+    luck = {"grad s": true.bfloat16()}
+    for value, passes in ((gradient(torch.bfloat16), True), (good.bfloat16(), True), (bad.bfloat16(), False)):
+        found = truth.compare(
+            {"grad s": value}, luck, {"grad s": true}, torch.bfloat16, terms=512, summed={"grad s": norm}
+        )
+        assert (found.used < 1) == passes, found
+
+
 def test_nan_is_wrong_wherever_it_stands() -> None:
     exact = {"output 0": torch.ones(2).double(), "output 1": torch.ones(2).double()}
     right = {"output 0": torch.ones(2), "output 1": torch.ones(2)}
