@@ -164,6 +164,12 @@ def exits_autocast(node: torch.fx.Node) -> bool:
     return node.target is torch.amp.autocast_mode._exit_autocast
 
 
+def switches(node: torch.fx.Node) -> bool:
+    """Whether ``node`` opens or closes a mode, such as inference mode, or a transform of ``torch.func``."""
+    name = getattr(node.target, "__name__", "")
+    return name.startswith(("_enter_", "_exit_")) or name.endswith(("_increment_nesting", "_decrement_nesting"))
+
+
 def sets_grad_enabled(node: torch.fx.Node) -> bool:
     """Whether ``node`` switches gradient recording for the nodes after it."""
     return node.target is torch._C._set_grad_enabled

@@ -38,6 +38,8 @@ def run_nodes(
                 if node.args[0] not in open_regions:
                     raise Unsupported("an autocast region ends inside the window")
                 open_regions.pop(node.args[0]).close()  # type: ignore[arg-type]
+            elif _torch.switches(node):  # its other end may lie outside, and would never run
+                raise Unsupported(f"a mode or a transform starts or ends inside the window ({node.name})")
             elif not _torch.sets_grad_enabled(node):
                 env[node] = call(node, env)
 
