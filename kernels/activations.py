@@ -67,14 +67,14 @@ def evaluate(text: str, g: Tensor, u: Tensor | None, consts: Sequence[float]) ->
 
     Raises ValueError where the expression reads a constant or a half that is not given.
     """
-    calls = _calls(text)
+    calls = subexpressions(text)
     return _tensor(_values(calls, g, u, consts)[calls[-1]], g)
 
 
 def differentiate(text: str, g: Tensor, u: Tensor | None, consts: Sequence[float]) -> tuple[Tensor, Pull]:
     """The activation [n, I] and the function that takes its gradient to those of the gate and the up half (None without
     an up half). Raises as :func:`evaluate`."""
-    calls = _calls(text)
+    calls = subexpressions(text)
     values = _values(calls, g, u, consts)
 
     def pull(grad: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -135,7 +135,7 @@ def split(h: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor | None]:
 
 
 @functools.lru_cache(maxsize=256)
-def _calls(text: str) -> tuple[Expr, ...]:
+def subexpressions(text: str) -> tuple[Expr, ...]:
     """Distinct subexpressions that need computing, operands first; the last one is the whole expression."""
     seen: dict[Expr, None] = {}
 

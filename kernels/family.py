@@ -43,6 +43,15 @@ class Rows:
         return self.order if spec.combine is Combine.ROWS else self.tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Rows to read through an index: row r of the operand is row ``index[r] // slots`` of the tensor. At most 2**31 - 1
+    rows."""
+
+    index: Tensor
+    slots: int
+
+
 class Family(Protocol):
     """One implementation of the operators. Inputs may have any strides; outputs are contiguous and alias nothing.
 

@@ -1,5 +1,5 @@
-"""The steps around the grouped matmuls in Triton: order of rows, tile lists, combine, backward of the activation.
-Deterministic, without atomics and without a host synchronisation. Imported where Triton is present.
+"""The steps around the grouped matmuls in Triton: order of rows, tile lists, combine, backward of the activation, sums
+of rows. Deterministic, without atomics and without a host synchronisation. Imported where Triton is present.
 
 Axes as in :mod:`family`. All row offsets are computed in 64 bits.
 """
@@ -13,14 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .family import Rows
+from moe_inductor.spec import Combine, ExpertsSpec
+
+from .family import Gather, Rows
+from .generated import triton_activation
 
 #: Slots a program ranks among themselves.
 SLOTS = 256
-#: Rows of a row tile of the grouped matmuls.
-TILE = 128
-
-
 @triton.jit
 def _count_kernel(idx, hist, n, E, SLOTS: tl.constexpr, BINS: tl.constexpr):
     """hist[program, e] = slots of this block that chose e; those that chose no expert count as E."""
@@ -97,38 +96,75 @@ def sort_by_expert(idx: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, T
 
 
 @triton.jit
-def _tiles_kernel(offsets, tiles, num, E, BINS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """The tiles of 128 rows of all experts, one expert after another."""
-    bins = tl.arange(0, BINS)
-    end = tl.load(offsets + bins, mask=bins < E, other=0)
-    start = tl.load(offsets + bins - 1, mask=(bins > 0) & (bins < E), other=0)
-    count = (end - start + TILE - 1) // TILE
-    upto = tl.cumsum(count, 0)
-    total = tl.sum(count, 0)
+def _sizes(offsets, e, E):
+    """(last row + 1, rows) of the experts ``e``, (0, -1) past the last."""
+    end = tl.load(offsets + e, mask=e < E, other=0)
+    return end, tl.where(e < E, end - tl.load(offsets + e - 1, mask=(e > 0) & (e < E), other=0), -1)
+
+
+@triton.jit
+def _ahead(offsets, start, e, rows, E, CHUNK: tl.constexpr):
+    """(bool [CHUNK, len(e)], rows [CHUNK]): which of the experts from ``start`` on come before ``e``, largest first."""
+    f = start + tl.arange(0, CHUNK)
+    _end, others = _sizes(offsets, f, E)
+    larger = others[:, None] > rows[None, :]
+    return larger | ((others[:, None] == rows[None, :]) & (f[:, None] < e[None, :])), others
+
+
+@triton.jit
+def _tiles_kernel(
+    offsets, tiles, num, E, BINS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """The tiles of all experts, one expert after another, largest first."""
+    e = tl.arange(0, BINS)
+    end, rows = _sizes(offsets, e, E)
+    first = tl.zeros((BINS,), tl.int32)
+    for start in range(0, E, CHUNK):
+        ahead, others = _ahead(offsets, start, e, rows, E, CHUNK)
+        first += tl.sum(tl.where(ahead, (tl.maximum(others, 0) + TILE - 1)[:, None] // TILE, 0), 0)
+    count = (tl.maximum(rows, 0) + TILE - 1) // TILE
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    e = tl.sum((upto[None, :] <= m[:, None]).to(tl.int32), 1)
-    e = tl.minimum(e, E - 1)
-    mine = bins[None, :] == e[:, None]
-    first = tl.sum(tl.where(mine, (start - (upto - count) * TILE)[None, :], 0), 1) + m * TILE
-    last = tl.sum(tl.where(mine, end[None, :], 0), 1)
-    tl.store(tiles + 3 * m, e, mask=m < total)
-    tl.store(tiles + 3 * m + 1, first, mask=m < total)
-    tl.store(tiles + 3 * m + 2, tl.minimum(last - first, TILE), mask=m < total)
+    mine = (m[:, None] >= first[None, :]) & (m[:, None] < (first + count)[None, :])
+    row = tl.sum(tl.where(mine, (end - rows - first * TILE)[None, :], 0), 1) + m * TILE
+    left = tl.sum(tl.where(mine, end[None, :], 0), 1) - row
+    some = left > 0
+    tl.store(tiles + 3 * m, tl.sum(tl.where(mine, e[None, :], 0), 1), mask=some)
+    tl.store(tiles + 3 * m + 1, row, mask=some)
+    tl.store(tiles + 3 * m + 2, tl.minimum(left, TILE), mask=some)
     if tl.program_id(0) == 0:
-        tl.store(num, total)
+        tl.store(num, tl.sum(count, 0))
 
 
-def row_tiles(rows: Rows) -> tuple[Tensor, Tensor]:
-    """(tiles int32 [bound, 3], their number int32 [1]): expert, first row and rows of each tile of at most 128 rows of
-    one expert. ``bound`` is N / 128 + E, whatever the routing."""
+def row_tiles(rows: Rows, tile: int = 128) -> tuple[Tensor, Tensor]:
+    """(tiles int32 [bound, 3], their number int32 [1]): expert, first row and rows of each tile of at most ``tile``
+    rows of one expert, largest experts first. ``bound`` is N / tile + E, whatever the routing."""
     n, experts = rows.order.numel(), rows.offsets.numel()
-    bound = n // TILE + min(n, experts)
+    bound = n // tile + min(n, experts)
     tiles, num = rows.offsets.new_empty(bound, 3), rows.offsets.new_empty(1)
-    block = 64
+    bins = triton.next_power_of_2(experts)
+    block = max(1, min(64, (1 << 13) // bins))
     _tiles_kernel[(max(triton.cdiv(bound, block), 1),)](
-        rows.offsets, tiles, num, experts, BINS=triton.next_power_of_2(experts), TILE=TILE, BLOCK=block
+        rows.offsets, tiles, num, experts, BINS=bins, TILE=tile, BLOCK=block, CHUNK=16
     )
     return tiles, num
+
+
+@triton.jit
+def _ranked_kernel(offsets, ranked, E, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _end, rows = _sizes(offsets, e, E)
+    rank = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, E, CHUNK):
+        ahead, _others = _ahead(offsets, start, e, rows, E, CHUNK)
+        rank += tl.sum(ahead.to(tl.int32), 0)
+    tl.store(ranked + rank, e, mask=e < E)
+
+
+def largest_first(offsets: Tensor) -> Tensor:
+    """int32 [E], the experts by their rows, most first; ``offsets`` as in :class:`Rows`."""
+    ranked, experts = torch.empty_like(offsets), offsets.numel()
+    _ranked_kernel[(triton.cdiv(experts, 64),)](offsets, ranked, experts, BLOCK=64, CHUNK=16)
+    return ranked
 
 
 @triton.jit
@@ -168,8 +204,9 @@ def combine(out: Tensor, rows: Rows, weights: Tensor | None, applied: torch.dtyp
 
 @triton.jit
 def _pull_kernel(
-    h, da, dh, scaled, dweights, order, weights, offsets, E, inter, n,
+    h, da, dh, scaled, dweights, order, weights, offsets, bias_dots, E, inter, n,
     WEIGHTED: tl.constexpr, CAST: tl.constexpr, NEED_H: tl.constexpr, NEED_A: tl.constexpr, NEED_W: tl.constexpr,
+    HALVES: tl.constexpr, PULL: tl.constexpr, BIAS: tl.constexpr, SLOTS: tl.constexpr, BINS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of a few rows: dh from da, s * a, and the routing gradient a . da in the slot's place; zeros for dropped rows."""
@@ -179,50 +216,121 @@ def _pull_kernel(
     scale = tl.full((ROWS,), 1.0, tl.float32)
     if WEIGHTED:
         scale = tl.load(weights + slot, mask=kept, other=0.0).to(CAST).to(tl.float32)
-    one, two = row[:, None] * inter, row[:, None] * 2 * inter
+    WIDE: tl.constexpr = 1 if HALVES == "single" else 2
+    one, two = row[:, None] * inter, row[:, None] * WIDE * inter
+    gate, up = 0, inter
+    if HALVES == "up_gate":
+        gate, up = inter, 0
     dot = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, inter, BLOCK):
         col = start + tl.arange(0, BLOCK)[None, :]
         held, last = (col < inter) & kept[:, None], (col < inter) & (row < n)[:, None]
-        g = tl.load(h + two + col, mask=held, other=0.0).to(tl.float32)
-        u = tl.load(h + two + inter + col, mask=held, other=0.0).to(tl.float32)
-        sig = 1.0 / (1.0 + tl.exp(-g))
-        act = g * sig
-        if NEED_A:
-            tl.store(scaled + one + col, (act * u * scale[:, None]).to(scaled.dtype.element_ty), mask=last)
+        if HALVES == "interleaved":
+            pair = 2 * start + tl.arange(0, 2 * BLOCK)[None, :]
+            both = tl.load(h + two + pair, mask=(pair < 2 * inter) & kept[:, None], other=0.0).to(tl.float32)
+            g, u = tl.split(tl.reshape(both, (ROWS, BLOCK, 2)))
+        else:
+            g = tl.load(h + two + gate + col, mask=held, other=0.0).to(tl.float32)
+            u = g
+            if HALVES != "single":
+                u = tl.load(h + two + up + col, mask=held, other=0.0).to(tl.float32)
+        d = tl.zeros((ROWS, BLOCK), tl.float32)
         if NEED_H or NEED_W:
             d = tl.load(da + one + col, mask=held, other=0.0).to(tl.float32)
-            if NEED_W:
-                dot += d * act * u
-            if NEED_H:
-                d *= scale[:, None]
-                dg = d * u * sig * (1.0 + g * (1.0 - sig))
-                tl.store(dh + two + col, dg.to(dh.dtype.element_ty), mask=last)
-                tl.store(dh + two + inter + col, (d * act).to(dh.dtype.element_ty), mask=last)
+        a, dg, du = PULL(g, u, d * scale[:, None])
+        a = tl.where(held, a, 0.0)
+        if NEED_A:
+            tl.store(scaled + one + col, (a * scale[:, None]).to(scaled.dtype.element_ty), mask=last)
+        if NEED_W:
+            dot += d * a
+        if NEED_H:
+            dg = tl.where(held, dg, 0.0).to(dh.dtype.element_ty)
+            du = tl.where(held, du, 0.0).to(dh.dtype.element_ty)
+            if HALVES == "interleaved":
+                pair = 2 * start + tl.arange(0, 2 * BLOCK)[None, :]
+                both = tl.reshape(tl.join(dg, du), (ROWS, 2 * BLOCK))
+                tl.store(dh + two + pair, both, mask=(pair < 2 * inter) & (row < n)[:, None])
+            else:
+                tl.store(dh + two + gate + col, dg, mask=last)
+                if HALVES != "single":
+                    tl.store(dh + two + up + col, du, mask=last)
     if NEED_W:
-        tl.store(dweights + slot, tl.sum(dot, 1).to(dweights.dtype.element_ty), mask=row < n)
+        total = tl.sum(dot, 1)
+        if BIAS:
+            bins = tl.arange(0, BINS)
+            end = tl.load(offsets + bins, mask=bins < E, other=0)
+            e = tl.sum(((end[None, :] <= row[:, None]) & (bins < E)[None, :]).to(tl.int32), 1)
+            total += tl.load(bias_dots + slot // SLOTS * E + e, mask=kept, other=0.0)
+        tl.store(dweights + slot, total.to(dweights.dtype.element_ty), mask=row < n)
 
 
-def pull_swiglu(
-    h: Tensor, da: Tensor | None, rows: Rows, weights: Tensor | None, applied: torch.dtype, *, need_a: bool,
-    need_h: bool, need_w: bool,
+def pull(
+    h: Tensor, da: Tensor | None, rows: Rows, weights: Tensor | None, bias_dots: Tensor | None, spec: ExpertsSpec, *,
+    need_a: bool, need_h: bool, need_w: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """(dh [N, 2I], s * a [N, I], dweights [T, K]) of swiglu with gate before up in ``h`` [N, 2I], given ``da`` [N, I],
-    the gradient of a before the routing weight; None for what is not needed."""
-    n, inter = h.shape[0], h.shape[1] // 2
+    """(dh like ``h`` [N, W], s * a [N, I], dweights [T, K]) of the activation, given ``da`` [N, I], the gradient of a
+    before the routing weight; None for what is not needed. ``bias_dots`` float32 [T, E] (or [N, E], by slot): what an
+    expert's output bias adds to the gradient of a routing weight."""
+    n, inter = h.shape[0], h.shape[1] // 2 if spec.gated else h.shape[1]
     dh = torch.empty_like(h) if need_h else None
     scaled = h.new_empty(n, inter) if need_a else None
-    dweights = torch.empty_like(weights, memory_format=torch.contiguous_format) if need_w else None
+    dweights = None
+    if need_w and weights is not None:
+        dweights = torch.empty_like(weights, memory_format=torch.contiguous_format)
     if n:
         block = min(1024, max(128, inter & -inter))  # no lanes without columns where I is a multiple of 128
         rows_each = max(1, 1024 // block)
         _pull_kernel[(triton.cdiv(n, rows_each),)](
             h, h if da is None else da, h if dh is None else dh, h if scaled is None else scaled,
             h if dweights is None else dweights, rows.order, h if weights is None else weights.contiguous(),
-            rows.offsets, rows.offsets.numel(), inter, n, WEIGHTED=weights is not None, CAST=_TRITON[applied],
-            NEED_H=need_h, NEED_A=need_a, NEED_W=need_w, ROWS=rows_each, BLOCK=block, num_warps=4,
+            rows.offsets, h if bias_dots is None else bias_dots, rows.offsets.numel(), inter, n,
+            WEIGHTED=weights is not None, CAST=_TRITON[spec.weight_dtype], NEED_H=need_h, NEED_A=need_a,
+            NEED_W=dweights is not None, HALVES=spec.halves.value, PULL=triton_activation(spec.activation)[1],
+            BIAS=bias_dots is not None, SLOTS=1 if spec.combine is Combine.ROWS else rows.top_k,
+            BINS=triton.next_power_of_2(rows.offsets.numel()), ROWS=rows_each, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return dh, scaled, dweights
+
+
+@triton.jit
+def _sum_kernel(
+    x, ldx, index, weights, offsets, out, width, GATHER: tl.constexpr, SLOTS: tl.constexpr, WEIGHTED: tl.constexpr,
+    CAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    e = tl.program_id(0)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.load(offsets + e - 1, mask=e > 0, other=0)
+    end = tl.load(offsets + e)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(start, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        own = row < end
+        source = row.to(tl.int64)
+        if GATHER:
+            slot = tl.load(index + row, mask=own, other=0)
+            source = slot // SLOTS
+        held = own[:, None] & (col < width)[None, :]
+        value = tl.load(x + source[:, None] * ldx + col[None, :], mask=held, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.load(weights + slot, mask=own, other=0.0).to(CAST).to(tl.float32)[:, None]
+        total += value
+    tl.store(out + e.to(tl.int64) * width + col, tl.sum(total, 0).to(out.dtype.element_ty), mask=col < width)
+
+
+def sum_rows(
+    x: Tensor, gather: Gather | None, offsets: Tensor, weights: Tensor | None = None, applied: torch.dtype | None = None
+) -> Tensor:
+    """[E, width] like ``x``: the sum of each expert's rows of ``x`` [N, width] (of what ``gather`` reads from it),
+    times the ``weights`` of their slots in ``applied`` where given, in float32."""
+    experts, width = offsets.numel(), x.shape[1]
+    out = x.new_empty(experts, width)
+    block = 64
+    _sum_kernel[(experts, triton.cdiv(width, block))](
+        x, x.stride(0), offsets if gather is None else gather.index, x if weights is None else weights.contiguous(),
+        offsets, out, width, GATHER=gather is not None, SLOTS=1 if gather is None else gather.slots,
+        WEIGHTED=weights is not None, CAST=_TRITON[applied or torch.float32], ROWS=64, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float64: tl.float64}

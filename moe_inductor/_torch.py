@@ -199,10 +199,18 @@ def eager() -> Iterator[None]:
 
 
 def decompose_in_inductor(op: torch._ops.OpOverload, composition: Callable[..., Any]) -> None:
-    """Let Inductor trace ``composition`` in place of ``op``, where it does not return NotImplemented."""
+    """Let Inductor trace ``composition`` in place of ``op``, and call ``op`` where it returns NotImplemented."""
     from torch._inductor import decomposition
 
-    decomposition.decompositions[op] = composition
+    def traced(*args: Any) -> Any:
+        result = composition(*args)
+        if result is NotImplemented:
+            from torch._inductor.lowering import FALLBACK_ALLOW_LIST
+
+            FALLBACK_ALLOW_LIST.add(op.name())  # else Inductor refuses an operator that has a decomposition
+        return result
+
+    decomposition.decompositions[op] = traced
     decomposition.fast_random_decomps.cache_clear()  # a copy of the table
 
 

@@ -1,4 +1,4 @@
-"""The console script ``megamoe``: ``demo``, ``explain`` and ``doctor``.
+"""The console script ``megamoe``: ``demo``, ``explain``, ``doctor`` and ``bench``.
 
 Results go to stdout, as text or with ``--json`` as one JSON object; progress and errors go to stderr. Exit codes: 0,
 1 where a requirement is not met, 2 for input that cannot be right. Nothing is read from the network.
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from . import _torch
+from .bench import command as bench_command
+from .bench.errors import BenchError
 
 
 class InputError(Exception):
@@ -26,11 +28,15 @@ class InputError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. ``argv`` is ``sys.argv[1:]`` unless given."""
+    argv = sys.argv[1:] if argv is None else argv
     args = _parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], int] = args.run
     try:
+        if hasattr(args, "bench"):
+            with _quiet():
+                return bench_command.run(args, list(argv))
+        run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
-    except InputError as error:
+    except (InputError, BenchError) as error:
         print(f"megamoe: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -60,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="say what can run here")
     doctor.set_defaults(run=_doctor)
+
+    bench_command.add(commands)
 
     for command in (demo, explain, doctor):
         command.add_argument("--json", action="store_true", help="print one JSON object")

@@ -174,6 +174,7 @@ def _devices() -> tuple[Check, ...]:
 
 
 def _kernels() -> tuple[Check, ...]:
+    from .opdef import FAMILIES
     from .options import Kernel
     from .policy import Device, refuse_family
 
@@ -183,11 +184,12 @@ def _kernels() -> tuple[Check, ...]:
             continue
 
         def look(family: Kernel = family) -> str:
-            device = Device.of("cuda" if family in (Kernel.LIBRARY, Kernel.HOPPER) else "cpu")
+            device = Device.of("cpu" if family in (Kernel.REFERENCE, Kernel.CPU) else "cuda")
             why = refuse_family(family, device)
             if why is not None:
                 raise Unavailable(why)
-            importlib.import_module(f"moe_inductor.kernels.{family.value}")
+            for core in getattr(FAMILIES[family.value], "cores", ()):
+                importlib.import_module(f"moe_inductor.kernels.{core}")
             return f"on {device.name or device.type}"
 
         checks.append(_guarded(family.value, look))

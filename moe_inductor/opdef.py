@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from . import spec as specs
-from .kernels import cpu, hopper, library, reference
+from .kernels import cpu, library, reference
 from .kernels.family import Family, Need, Rows
+from .kernels.fused import Fused
 from .spec import Combine, ExpertsSpec, Grad
 
 FAMILIES: dict[str, Family] = {
     "reference": reference,
     "cpu": cpu,
     "library": library,
-    "hopper": hopper,
+    "triton": Fused("tiled"),
+    "hopper": Fused("wgmma", "tiled"),
 }
 
 #: Operands keep the strides they were traced with: a weight may be a transposed view, which the kernels take as it is.

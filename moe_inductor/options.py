@@ -69,6 +69,7 @@ class Kernel(str, Enum):
     REFERENCE = "reference"
     CPU = "cpu"
     LIBRARY = "library"
+    TRITON = "triton"
     HOPPER = "hopper"
 
 

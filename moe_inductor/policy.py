@@ -35,7 +35,7 @@ class Device:
     capability: tuple[int, int] | None = None
     name: str = ""
     is_rocm: bool = False
-    gluon: bool = False  #: a Triton with Gluon is installed
+    triton: bool = False  #: Triton 3.6 or newer is installed
 
     @classmethod
     def of(cls, device: torch.device | str) -> Device:
@@ -48,7 +48,7 @@ class Device:
             capability=torch.cuda.get_device_capability(device),
             name=torch.cuda.get_device_name(device),
             is_rocm=torch.version.hip is not None,
-            gluon=_has_gluon(),
+            triton=_has_triton(),
         )
 
 
@@ -81,14 +81,17 @@ _NATIVE = {"cpu": Kernel.CPU, "cuda": Kernel.LIBRARY}
 
 def _best(spec: MoESpec, device: Device) -> Kernel:
     """The fastest family measured on such a device (``kernels/NOTES.md``)."""
-    if refuse_family(Kernel.HOPPER, device) is None and spec.dtype is torch.bfloat16:
+    if spec.dtype in (torch.bfloat16, torch.float16) and refuse_family(Kernel.HOPPER, device) is None:
         return Kernel.HOPPER
+    if spec.dtype is not torch.float64 and refuse_family(Kernel.TRITON, device) is None:
+        return Kernel.TRITON
     return _NATIVE[device.type]
 
 
 @functools.cache
-def _has_gluon() -> bool:
-    """Whether the installed Triton is 3.6 or newer, the first whose Gluon has what the kernels use."""
+def _has_triton() -> bool:
+    """Whether the installed Triton is 3.6 or newer: the oldest that a supported torch brings, and the first whose Gluon
+    has what the kernels use."""
     try:
         import triton
     except ImportError:
@@ -136,8 +139,8 @@ def refuse_family(family: Kernel, device: Device) -> str | None:
     name, have = device.name or "the device", _dotted(device.capability)
     if family is Kernel.HOPPER and device.capability != HOPPER:
         return f"kernel family hopper needs compute capability {_dotted(HOPPER)}, {name} has {have}"
-    if family is Kernel.HOPPER and not device.gluon:
-        return "kernel family hopper needs Triton 3.6 or newer"
+    if family in (Kernel.HOPPER, Kernel.TRITON) and not device.triton:
+        return f"kernel family {family.value} needs Triton 3.6 or newer"
     if device.capability < MIN_CAPABILITY:
         return f"{name} has compute capability {have}, the grouped matmuls need {_dotted(MIN_CAPABILITY)}"
     return None

@@ -167,3 +167,13 @@ def test_a_users_own_inductor_pass_sees_the_fused_graph(key):
 def test_a_mode_for_gpus_is_accepted_on_cpu():
     model = models.Residual()
     compare(torch.compile(model, backend="megamoe", mode="reduce-overhead"), model, models.rows(1, 7, HIDDEN), fused=1)
+
+
+def test_an_operator_that_inductor_could_trace_runs_whole_in_other_families():
+    """Only the cpu family's inference is traced into; Inductor refuses a fallback for what has a decomposition."""
+    model = models.Residual(1).eval()
+    x = models.rows(1, 7, HIDDEN)
+    compiled = torch.compile(model, backend="megamoe", options={"moe.kernel": "reference"}, fullgraph=True)
+    with torch.no_grad():
+        models.assert_equal({"y": compiled(x)}, {"y": model(x)})
+    assert models.matched() == 1

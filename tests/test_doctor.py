@@ -137,7 +137,7 @@ def test_devices(monkeypatch):
 def test_kernel_families_say_why_they_cannot_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     checks = of(diagnose({}), "kernels")
-    for family in ("library", "hopper"):
+    for family in ("library", "triton", "hopper"):
         assert not checks[family].ok and "no NVIDIA driver answers" in checks[family].detail
     assert checks["cpu"].ok
 

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-from experts_case import assert_close, bound, cut, cut_by_key, make, run, spec_of, truth, whole
+from experts_case import ACTIVATIONS, SINGLE, assert_close, bound, cut, cut_by_key, make, run, spec_of, truth, whole
 from test_ops_gpu import to_cuda
 
-from moe_inductor.kernels import hopper
-from moe_inductor.spec import Combine, Layout
+from moe_inductor.kernels import fused
+from moe_inductor.spec import Combine, Halves, Layout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ class NoLibrary:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "library", NoLibrary())
+    monkeypatch.setattr(fused, "library", NoLibrary())
 
 
 def check(o, spec, form=cut) -> None:
@@ -63,6 +63,21 @@ def test_widths_that_fill_no_tile(hidden: int, inter: int) -> None:
     for w1, w2 in itertools.product(Layout, Layout):
         spec = spec_of(BF16, experts=5, top_k=2, w1=w1, w2=w2)
         check(make(spec, BF16, tokens=200, hidden=hidden, inter=inter, dropped=True), spec)
+
+
+GATED = [name for name in ACTIVATIONS if "c1" not in name]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("halves", Halves)
+def test_every_form(halves: Halves, biases: bool, dtype: torch.dtype, alone) -> None:
+    names = list(SINGLE) if halves is Halves.SINGLE else GATED
+    for n, (w1, w2, combine) in enumerate(itertools.product(Layout, Layout, Combine)):
+        activation = names[n % len(names)]
+        spec = spec_of(dtype, experts=5, w1=w1, w2=w2, halves=halves, activation=activation, combine=combine)
+        o = make(spec, dtype, tokens=150, hidden=320, inter=192, biases=biases, dropped=n % 2 == 0)
+        check(o, spec, whole if n % 3 == 0 else cut)
 
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, BF16], ids=str)

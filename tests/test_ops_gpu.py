@@ -19,7 +19,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PLAN = "library/auto"
 
 
-@pytest.fixture(autouse=True, params=["library", "hopper"])
+@pytest.fixture(autouse=True, params=["library", "triton", "hopper"])
 def _family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the hopper family needs compute capability 9.0")

@@ -13,7 +13,7 @@ from moe_inductor.spec import Combine, ExpertsSpec, Grad, Halves, Layout, MoESpe
 CPU = Device("cpu")
 A100 = Device("cuda", (8, 0), "NVIDIA A100")
 H200 = Device("cuda", (9, 0), "NVIDIA H200")
-H200_GLUON = dataclasses.replace(H200, gluon=True)
+H200_TRITON, A100_TRITON = (dataclasses.replace(device, triton=True) for device in (H200, A100))
 T4 = Device("cuda", (7, 5), "Tesla T4")
 
 
@@ -55,8 +55,11 @@ def spec(dtype=torch.bfloat16):
         (CPU, torch.float64, "cpu/f64"),
         (A100, torch.bfloat16, "library/bf16"),
         (H200, torch.float32, "library/f32"),
-        (H200_GLUON, torch.bfloat16, "hopper/bf16"),
-        (H200_GLUON, torch.float16, "library/f16"),
+        (H200_TRITON, torch.bfloat16, "hopper/bf16"),
+        (H200_TRITON, torch.float16, "hopper/f16"),
+        (H200_TRITON, torch.float32, "triton/f32"),
+        (H200_TRITON, torch.float64, "library/f64"),
+        (A100_TRITON, torch.bfloat16, "triton/bf16"),
     ],
 )
 def test_each_device_has_its_family_in_the_models_dtype(device, dtype, plan):
@@ -88,7 +91,8 @@ def test_other_devices_are_refused_with_the_missing_fact(device, words):
         (Kernel.REFERENCE, T4, "reference/bf16"),
         (Kernel.CPU, CPU, "cpu/bf16"),
         (Kernel.LIBRARY, H200, "library/bf16"),
-        (Kernel.HOPPER, H200_GLUON, "hopper/bf16"),
+        (Kernel.HOPPER, H200_TRITON, "hopper/bf16"),
+        (Kernel.TRITON, H200_TRITON, "triton/bf16"),
     ],
 )
 def test_a_family_can_be_forced(kernel, device, plan):
@@ -101,7 +105,8 @@ def test_a_family_can_be_forced(kernel, device, plan):
         (Kernel.CPU, H200, "family cpu runs on cpu devices, and the experts are on cuda"),
         (Kernel.LIBRARY, CPU, "family library runs on cuda devices, and the experts are on cpu"),
         (Kernel.LIBRARY, T4, "capability 7.5"),
-        (Kernel.HOPPER, H200, "needs Triton 3.6"),
+        (Kernel.HOPPER, H200, "hopper needs Triton 3.6"),
+        (Kernel.TRITON, A100, "triton needs Triton 3.6"),
         (Kernel.HOPPER, A100, "hopper needs compute capability 9.0, NVIDIA A100 has 8.0"),
         (Kernel.HOPPER, CPU, "family hopper runs on cuda devices, and the experts are on cpu"),
         (Kernel.HOPPER, Device("cuda"), "compute capability is unknown"),
@@ -166,7 +171,7 @@ def test_facts_of_a_cuda_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(policy, "_has_gluon", lambda: False)
+    monkeypatch.setattr(policy, "_has_triton", lambda: False)
     assert Device.of("cuda") == H200
-    monkeypatch.setattr(policy, "_has_gluon", lambda: True)
-    assert Device.of("cuda") == H200_GLUON
+    monkeypatch.setattr(policy, "_has_triton", lambda: True)
+    assert Device.of("cuda") == H200_TRITON

@@ -1,0 +1,275 @@
+"""Rows times their expert's matrix on Hopper, in Gluon: the device code of ``wgmma.py``.
+
+The producer (4 warps) fills a ring of shared-memory stages: weights and dense rows by TMA, gathered rows one by one
+with ``cp.async``. Two consumers (4 warps each) own the upper and the lower 64 rows of a 128 x 256 tile: they share
+every stage but nothing else, so one may store its half while the other keeps the tensor cores busy, and a tile of at
+most 64 rows costs half. Results leave through shared memory by TMA; only where another expert's rows lie beside an
+expert's last ones are they stored under a mask.
+"""
+# Gluon checks the types of these functions itself.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def _row_tile(t, num_m, num_n, tiles, GROUP: gl.constexpr):
+    """(expert, first row, rows, column tile) of the t-th tile."""
+    width = GROUP * num_n
+    first = (t // width) * GROUP
+    size = gl.maximum(gl.minimum(num_m - first, GROUP), 1)
+    m = first + t % width % size
+    n = t % width // size
+    return gl.load(tiles + 3 * m), gl.load(tiles + 3 * m + 1), gl.load(tiles + 3 * m + 2), n
+
+
+@gluon.jit
+def halves(value):
+    """The left and the right half of the columns."""
+    wide: gl.constexpr = value.shape[1] // 2
+    return value.reshape([value.shape[0], 2, wide]).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def _pairs(value):
+    """The even and the odd columns."""
+    return value.reshape([value.shape[0], value.shape[1] // 2, 2]).split()
+
+
+@gluon.jit
+def _store(stage, at: gl.constexpr, value, desc, out, ld, row0, rows, col, cols):
+    """One consumer's ``at``-th block of 64 rows of results, of which ``rows`` count, through the buffers in turn. The
+    number of blocks of a tile is a multiple of that of the buffers."""
+    BUFFERS: gl.constexpr = stage.shape[0]
+    buffer = stage.index(at % BUFFERS)
+    if rows >= 64:
+        tma.store_wait(BUFFERS - 1)
+        buffer.store(value)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, [row0, col], buffer)
+    else:
+        tma.store_wait(0)  # nothing is pending afterwards: the next wait counts from here
+        buffer.store(value)
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        r = gl.arange(0, 64, gl.SliceLayout(1, WIDE))
+        c = col + gl.arange(0, value.shape[1], gl.SliceLayout(0, WIDE))
+        place = out + (row0 + r).to(gl.int64)[:, None] * ld + c[None, :]
+        gl.store(place, buffer.load(WIDE), mask=(r < rows)[:, None] & (c < cols)[None, :])
+
+
+@gluon.jit
+def _rows_producer(
+    a_desc, a_ptr, lda, index, b_desc, tiles, num_tiles, num_n, K, W, a_bufs, b_bufs, ready, empty,
+    GATHER: gl.constexpr, SLOTS: gl.constexpr, HALVES: gl.constexpr, IN_OUT: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    HALF: gl.constexpr = BN // 2
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    num_m = gl.load(num_tiles)
+    it = 0
+    for t in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+        e, row0, rows, n = _row_tile(t, num_m, num_n, tiles, GROUP)
+        if GATHER:
+            r = gl.arange(0, BM, gl.SliceLayout(1, COPY))
+            source = gl.load(index + row0 + gl.minimum(r, rows - 1)).to(gl.int32) // SLOTS
+            c = gl.arange(0, BK, gl.SliceLayout(0, COPY))
+            ptr = a_ptr + source.to(gl.int64)[:, None] * lda + c[None, :]
+        if HALVES == "gate_up":
+            col, apart = n * HALF, W // 2
+        elif HALVES == "up_gate":
+            col, apart = W // 2 + n * HALF, -(W // 2)
+        else:
+            col, apart = n * BN, HALF
+        for k in range(0, K, BK):
+            s = it % STAGES
+            mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
+            bar = ready.index(s)
+            b = b_bufs.index(s)
+            if GATHER:
+                mbarrier.expect(bar, BN * BK * 2)
+            else:
+                mbarrier.expect(bar, (BN + BM) * BK * 2)
+                tma.async_copy_global_to_shared(a_desc, [row0, k], bar, a_bufs.index(s))
+            if IN_OUT:
+                tma.async_copy_global_to_shared(b_desc, [e * K + k, col], bar, b.slice(0, HALF, 1))
+                tma.async_copy_global_to_shared(b_desc, [e * K + k, col + apart], bar, b.slice(HALF, HALF, 1))
+            else:
+                tma.async_copy_global_to_shared(b_desc, [e * W + col, k], bar, b.slice(0, HALF))
+                tma.async_copy_global_to_shared(b_desc, [e * W + col + apart, k], bar, b.slice(HALF, HALF))
+            if GATHER:
+                async_copy.async_copy_global_to_shared(a_bufs.index(s), ptr)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+                ptr += BK
+            it += 1
+
+
+@gluon.jit
+def _rows_consumer(
+    o_desc, o_ptr, ldo, g_desc, u_desc, h_ptr, ldh, bias, tiles, num_tiles, num_n, K, W, a_bufs, b_bufs, ready, empty,
+    stage,
+    UPPER: gl.constexpr, GATHER: gl.constexpr, HALVES: gl.constexpr, ACT: gl.constexpr, SAVE: gl.constexpr,
+    BIAS: gl.constexpr, IN_OUT: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    HALF: gl.constexpr = BN // 2
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    dtype: gl.constexpr = o_ptr.dtype.element_ty
+    num_m = gl.load(num_tiles)
+    last = num_m * num_n - 1
+    it = 0
+    e, first, left, n = _row_tile(gl.maximum(gl.minimum(gl.program_id(0), last), 0), num_m, num_n, tiles, GROUP)
+    for t in range(gl.program_id(0), last + 1, gl.num_programs(0)):
+        row0 = first + 64 * UPPER
+        rows = left - 64 * UPPER
+        # loaded a tile early: 2 to 5 % of a tile's time
+        then_e, first, left, then_n = _row_tile(
+            gl.minimum(t + gl.num_programs(0), last), num_m, num_n, tiles, GROUP
+        )
+        if rows > 0:
+            acc = gl.zeros((64, BN), gl.float32, ACC)
+            if BIAS:
+                c = gl.arange(0, BN, gl.SliceLayout(0, ACC))
+                if HALVES == "gate_up":
+                    at = n * HALF + c + (c // HALF) * (W // 2 - HALF)
+                    held = n * HALF + c % HALF < W // 2
+                elif HALVES == "up_gate":
+                    at = W // 2 + n * HALF + c - (c // HALF) * (W // 2 + HALF)
+                    held = n * HALF + c % HALF < W // 2
+                else:
+                    at = n * BN + c
+                    held = at < W
+                acc += gl.load(bias + e.to(gl.int64) * W + at, mask=held, other=0.0).to(gl.float32)[None, :]
+            for k in range(0, K, BK):
+                s = it % STAGES
+                mbarrier.wait(ready.index(s), (it // STAGES) & 1)
+                if GATHER:
+                    fence_async_shared()
+                a = a_bufs.index(s).slice(64 * UPPER, 64)
+                if BIAS:
+                    more = True
+                else:
+                    more = k > 0
+                if IN_OUT:
+                    acc = warpgroup_mma(a, b_bufs.index(s), acc, use_acc=more, is_async=True)
+                else:
+                    acc = warpgroup_mma(a, b_bufs.index(s).permute((1, 0)), acc, use_acc=more, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+                if k > 0:
+                    mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+                it += 1
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+            one, two = halves(acc)
+            if HALVES == "none" and not GATHER:
+                _store(stage, 0, acc.to(dtype), o_desc, o_ptr, ldo, row0, rows, n * BN, W)
+            elif HALVES == "none" or HALVES == "single":
+                for i in gl.static_range(4):
+                    if i < 2:
+                        both = halves(one.to(dtype))
+                    else:
+                        both = halves(two.to(dtype))
+                    x = both[i % 2]
+                    col = n * BN + 64 * i
+                    if HALVES == "none":
+                        _store(stage, i, x, o_desc, o_ptr, ldo, row0, rows, col, W)
+                    else:
+                        if SAVE:
+                            _store(stage, 0, x, g_desc, h_ptr, ldh, row0, rows, col, W)
+                        x = x.to(gl.float32)
+                        if SAVE:
+                            _store(stage, 1, ACT(x, x).to(dtype), o_desc, o_ptr, ldo, row0, rows, col, W)
+                        else:
+                            _store(stage, i, ACT(x, x).to(dtype), o_desc, o_ptr, ldo, row0, rows, col, W)
+            elif HALVES == "interleaved":
+                for half in gl.static_range(2):
+                    if half == 0:
+                        both = one.to(dtype)
+                    else:
+                        both = two.to(dtype)
+                    if SAVE:
+                        h = halves(both)
+                        _store(stage, half, h[0], g_desc, h_ptr, ldh, row0, rows, n * BN + half * HALF, W)
+                        _store(stage, 1 - half, h[1], g_desc, h_ptr, ldh, row0, rows, n * BN + half * HALF + 64, W)
+                    gate, up = _pairs(both)
+                    x = ACT(gate.to(gl.float32), up.to(gl.float32)).to(dtype)
+                    _store(stage, half, x, o_desc, o_ptr, ldo, row0, rows, n * HALF + 64 * half, W // 2)
+            else:
+                if HALVES == "gate_up":
+                    g_ptr, u_ptr = h_ptr, h_ptr + W // 2
+                else:
+                    g_ptr, u_ptr = h_ptr + W // 2, h_ptr
+                g0, g1 = halves(one.to(dtype))
+                u0, u1 = halves(two.to(dtype))
+                for half in gl.static_range(2):
+                    if half == 0:
+                        gate, up = g0, u0
+                    else:
+                        gate, up = g1, u1
+                    col = n * HALF + 64 * half
+                    if SAVE:
+                        _store(stage, half, gate, g_desc, g_ptr, ldh, row0, rows, col, W // 2)
+                        _store(stage, 1 - half, up, u_desc, u_ptr, ldh, row0, rows, col, W // 2)
+                    x = ACT(gate.to(gl.float32), up.to(gl.float32)).to(dtype)
+                    _store(stage, half, x, o_desc, o_ptr, ldo, row0, rows, col, W // 2)
+        else:
+            for _ in range(0, K, BK):
+                s = it % STAGES
+                mbarrier.wait(ready.index(s), (it // STAGES) & 1)
+                mbarrier.arrive(empty.index(s), count=1)
+                it += 1
+        e = then_e
+        n = then_n
+    tma.store_wait(0)
+
+
+@gluon.jit
+def rows_kernel(
+    a_desc, a_ptr, lda, index, b_desc, o_desc, o_ptr, ldo, g_desc, u_desc, h_ptr, ldh, bias, tiles, num_tiles, num_n,
+    K, W,
+    GATHER: gl.constexpr, SLOTS: gl.constexpr, HALVES: gl.constexpr, ACT: gl.constexpr, SAVE: gl.constexpr,
+    BIAS: gl.constexpr, IN_OUT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    OUT: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr, CONSUMER: gl.constexpr,
+    PRODUCER: gl.constexpr,
+):  # fmt: skip
+    """Rows of ``a`` (through ``index``) times ``b``, plus ``bias``, into ``o``; with an activation, h into ``h``."""
+    dtype: gl.constexpr = o_ptr.dtype.element_ty
+    a_bufs = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], a_desc.layout)
+    if IN_OUT:
+        b_bufs = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], b_desc.layout)
+    else:
+        b_bufs = gl.allocate_shared_memory(dtype, [STAGES, BN, BK], b_desc.layout)
+    lower = gl.allocate_shared_memory(dtype, [BUFFERS, 64, OUT], o_desc.layout)
+    upper = gl.allocate_shared_memory(dtype, [BUFFERS, 64, OUT], o_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        if GATHER:
+            mbarrier.init(ready.index(i), count=129)  # each copying thread, and the TMA bytes
+        else:
+            mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    gl.warp_specialize(
+        [
+            (_rows_consumer, (o_desc, o_ptr, ldo, g_desc, u_desc, h_ptr, ldh, bias, tiles, num_tiles, num_n, K, W,
+                              a_bufs, b_bufs, ready, empty, lower, 0, GATHER, HALVES, ACT, SAVE, BIAS, IN_OUT, BN, BK,
+                              STAGES, GROUP)),
+            (_rows_consumer, (o_desc, o_ptr, ldo, g_desc, u_desc, h_ptr, ldh, bias, tiles, num_tiles, num_n, K, W,
+                              a_bufs, b_bufs, ready, empty, upper, 1, GATHER, HALVES, ACT, SAVE, BIAS, IN_OUT, BN, BK,
+                              STAGES, GROUP)),
+            (_rows_producer, (a_desc, a_ptr, lda, index, b_desc, tiles, num_tiles, num_n, K, W, a_bufs, b_bufs,
+                              ready, empty, GATHER, SLOTS, HALVES, IN_OUT, BM, BN, BK, STAGES, GROUP)),
+        ],
+        [4, 4],
+        [CONSUMER, PRODUCER],
+    )  # fmt: skip
