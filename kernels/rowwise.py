@@ -20,6 +20,8 @@ from .generated import triton_activation
 
 #: Slots a program ranks among themselves.
 SLOTS = 256
+#: Slots that are compared each with each.
+FEW = 4096
 @triton.jit
 def _count_kernel(idx, hist, n, E, SLOTS: tl.constexpr, BINS: tl.constexpr):
     """hist[program, e] = slots of this block that chose e; those that chose no expert count as E."""
@@ -74,18 +76,48 @@ def _rank_kernel(
     tl.store(inverse + at, row.to(tl.int64), mask=at < n)
 
 
+@triton.jit
+def _few_kernel(idx, order, inverse, offsets, counts, n, E, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Everything at once, by comparing a block of slots, and of experts, with all slots."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    e = tl.load(idx + at, mask=at < n, other=-1)
+    e = tl.where((e >= 0) & (e < E), e, E).to(tl.int32)
+    row = tl.zeros((BLOCK,), tl.int32)
+    below = tl.zeros((BLOCK,), tl.int32)
+    own = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, n, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        f = tl.load(idx + other, mask=other < n, other=-1)
+        f = tl.where((f >= 0) & (f < E), f, E).to(tl.int32)
+        f = tl.where(other < n, f, E + 1)
+        before = (f[None, :] < e[:, None]) | ((f[None, :] == e[:, None]) & (other[None, :] < at[:, None]))
+        row += tl.sum(before.to(tl.int32), 1)
+        below += tl.sum((f[None, :] < at[:, None]).to(tl.int32), 1)
+        own += tl.sum((f[None, :] == at[:, None]).to(tl.int32), 1)
+    tl.store(order + row, at.to(tl.int64), mask=at < n)
+    tl.store(inverse + at, row.to(tl.int64), mask=at < n)
+    tl.store(offsets + at, below + own, mask=at < E)
+    tl.store(counts + at, own.to(tl.int64), mask=at < E)
+
+
 def sort_by_expert(idx: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(order int64 [N], inverse int64 [N], offsets int32 [E], counts int64 [E]) of the choices ``idx`` [T, K], in four
-    launches. Slots that chose no expert come last, in their order."""
+    launches, of at most :data:`FEW` slots in one. Slots that chose no expert come last, in their order."""
     n = idx.numel()
     order, inverse = (idx.new_empty(n, dtype=torch.int64) for _ in range(2))
     if n == 0:
         return order, inverse, idx.new_zeros(experts, dtype=torch.int32), idx.new_zeros(experts, dtype=torch.int64)
     offsets, counts = idx.new_empty(experts, dtype=torch.int32), idx.new_empty(experts, dtype=torch.int64)
+    idx = idx.contiguous()
+    if n <= FEW:
+        _few_kernel[(triton.cdiv(max(n, experts), 32),)](
+            idx, order, inverse, offsets, counts, n, experts, BLOCK=32,
+            CHUNK=max(16, min(128, triton.next_power_of_2(n))),
+        )  # fmt: skip
+        return order, inverse, offsets, counts
     blocks, bins = triton.cdiv(n, SLOTS), triton.next_power_of_2(experts + 2)
     hist, totals, starts = (idx.new_empty(m, bins, dtype=torch.int32) for m in (blocks, 1, 1))
     cols = min(8, bins)
-    idx = idx.contiguous()
     _count_kernel[(blocks,)](idx, hist, n, experts, SLOTS=SLOTS, BINS=bins)
     _scan_kernel[(bins // cols,)](hist, totals, blocks, BINS=bins, COLS=cols, STEP=256)
     _starts_kernel[(1,)](totals, starts, offsets, counts, experts, BINS=bins)

@@ -183,7 +183,7 @@ def rows_mm(
     and its length int32 [1]. Raises ValueError where the list is of another height."""
     n = a.shape[0] if gather is None else gather.index.shape[0]
     out = a.new_empty(n, w.shape[2])
-    _rows("rows", a, gather, w, bias, tiles, out)
+    _rows(a, gather, w, bias, tiles, out)
     return out
 
 
@@ -197,7 +197,7 @@ def up(
     width = w.shape[2]
     a = x.new_empty(n, width if halves is Halves.SINGLE else width // 2)
     h = x.new_empty(n, width) if save else None
-    _rows("up", x, gather, w, bias, tiles, a, h, triton_activation(activation)[0], halves)
+    _rows(x, gather, w, bias, tiles, a, h, triton_activation(activation)[0], halves)
     return a, h
 
 
@@ -205,8 +205,8 @@ _FORMS = {Halves.GATE_UP: "pair", Halves.UP_GATE: "pair", Halves.INTERLEAVED: "m
 
 
 def _rows(
-    kind: tuning.Kind, a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor],
-    out: Tensor, h: Tensor | None = None, act=None, halves: Halves | None = None,
+    a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor], out: Tensor,
+    h: Tensor | None = None, act=None, halves: Halves | None = None,
 ) -> None:  # fmt: skip
     n, (experts, depth, width) = out.shape[0], w.shape
     height = tile_rows(n, experts, a.dtype)
@@ -221,6 +221,7 @@ def _rows(
     w = w if 1 in w.stride()[1:] else w.contiguous()
     in_out = w.stride(2) == 1
     ldw = w.stride(1 if in_out else 2)
+    kind = {"plain": "rows", "pair": "pair"}.get(form, "whole")
     c = tuning.config(kind, _capability(a.device), n / experts, a.dtype)
     if not _aligned((a, w), a.stride(0), w.stride(0), ldw, depth, columns):
         c = tuning.unaligned(c, a.dtype)
@@ -255,11 +256,12 @@ def wgrad(gathered: Tensor, gather: Gather | None, dense: Tensor, offsets: Tenso
     if not _aligned((left, right), left.stride(0), right.stride(0), m, n):
         c = replace(tuning.unaligned(c, dense.dtype), rows=min(c.rows, 64))
     num_m, num_n = triton.cdiv(m, c.rows), triton.cdiv(n, c.columns)
+    stages = c.stages if gather is not None else c.stages // 2 + 1  # the table's leave room for the indices
     _wgrad_kernel[(experts * num_m * num_n,)](
         left, left.stride(0), right, right.stride(0), offsets if gather is None else gather.index, offsets, out, m, n,
         num_m, num_n, GATHER=gather is not None, SLOTS=1 if gather is None else gather.slots, TRANSPOSED=transposed,
         EVEN_M=m % c.rows == 0, EVEN_N=n % c.columns == 0, PRECISION=_precision(dense.dtype), BM=c.rows, BN=c.columns,
-        BK=c.depth, num_warps=c.warps, num_stages=c.stages,
+        BK=c.depth, num_warps=c.warps, num_stages=stages,
     )  # fmt: skip
     return out
 

@@ -22,6 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+# Triton 3.9 renamed the copies.
+tma_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
+tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
+row_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
+
 
 @gluon.jit
 def _row_tile(t, num_m, num_n, tiles, GROUP: gl.constexpr):
@@ -57,7 +62,7 @@ def _store(stage, at: gl.constexpr, value, desc, out, ld, row0, rows, col, cols)
         tma.store_wait(BUFFERS - 1)
         buffer.store(value)
         fence_async_shared()
-        tma.async_copy_shared_to_global(desc, [row0, col], buffer)
+        tma_store(desc, [row0, col], buffer)
     else:
         tma.store_wait(0)  # nothing is pending afterwards: the next wait counts from here
         buffer.store(value)
@@ -100,15 +105,15 @@ def _rows_producer(
                 mbarrier.expect(bar, BN * BK * 2)
             else:
                 mbarrier.expect(bar, (BN + BM) * BK * 2)
-                tma.async_copy_global_to_shared(a_desc, [row0, k], bar, a_bufs.index(s))
+                tma_load(a_desc, [row0, k], bar, a_bufs.index(s))
             if IN_OUT:
-                tma.async_copy_global_to_shared(b_desc, [e * K + k, col], bar, b.slice(0, HALF, 1))
-                tma.async_copy_global_to_shared(b_desc, [e * K + k, col + apart], bar, b.slice(HALF, HALF, 1))
+                tma_load(b_desc, [e * K + k, col], bar, b.slice(0, HALF, 1))
+                tma_load(b_desc, [e * K + k, col + apart], bar, b.slice(HALF, HALF, 1))
             else:
-                tma.async_copy_global_to_shared(b_desc, [e * W + col, k], bar, b.slice(0, HALF))
-                tma.async_copy_global_to_shared(b_desc, [e * W + col + apart, k], bar, b.slice(HALF, HALF))
+                tma_load(b_desc, [e * W + col, k], bar, b.slice(0, HALF))
+                tma_load(b_desc, [e * W + col + apart, k], bar, b.slice(HALF, HALF))
             if GATHER:
-                async_copy.async_copy_global_to_shared(a_bufs.index(s), ptr)
+                row_load(a_bufs.index(s), ptr)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
                 ptr += BK
             it += 1

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .wgmma_rows import halves
+from .wgmma_rows import halves, row_load, tma_load, tma_store
 
 
 @gluon.jit
@@ -70,19 +70,19 @@ def _wgrad_producer(
                     mbarrier.expect(bar, BN * BK * 2)
                 else:
                     mbarrier.expect(bar, (BN + BM) * BK * 2)
-                    tma.async_copy_global_to_shared(a_desc, [k, m * BM], bar, a_bufs.index(s))
-                tma.async_copy_global_to_shared(b_desc, [k, n * BN], bar, b_bufs.index(s))
+                    tma_load(a_desc, [k, m * BM], bar, a_bufs.index(s))
+                tma_load(b_desc, [k, n * BN], bar, b_bufs.index(s))
             else:
                 mbarrier.arrive(bar, count=1)
                 rb = k + gl.arange(0, BK, gl.SliceLayout(1, B))
                 cb = n * BN + gl.arange(0, BN, gl.SliceLayout(0, B))
-                async_copy.async_copy_global_to_shared(
+                row_load(
                     b_bufs.index(s),
                     b_ptr + rb.to(gl.int64)[:, None] * ldb + cb[None, :],
                     mask=(rb < end)[:, None] & (cb < N)[None, :],
                 )
             if GATHER or not whole:
-                async_copy.async_copy_global_to_shared(
+                row_load(
                     a_bufs.index(s),
                     a_ptr + source.to(gl.int64)[:, None] * lda + ca[None, :],
                     mask=(ra < end)[:, None] & (ca < M)[None, :],
@@ -150,11 +150,11 @@ def _store_wgrad(buffer, value, desc, out, e, row, col, M, N, TRANSPOSED: gl.con
         if TRANSPOSED:
             buffer.permute((1, 0)).store(value)
             fence_async_shared()
-            tma.async_copy_shared_to_global(desc, [at, row], buffer)
+            tma_store(desc, [at, row], buffer)
         else:
             buffer.store(value)
             fence_async_shared()
-            tma.async_copy_shared_to_global(desc, [at, col], buffer)
+            tma_store(desc, [at, col], buffer)
     elif first < over:
         tma.store_wait(0)  # nothing is pending afterwards: the next wait counts from here
         WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])

@@ -25,7 +25,11 @@ def rows_of(idx: torch.Tensor, experts: int) -> family.Rows:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [*SHAPES, (0, 2, 4), (64, 1, 3)])
-def test_the_order_is_that_of_a_stable_sort(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("few", [0, 4096], ids=["sorted", "compared"])
+def test_the_order_is_that_of_a_stable_sort(
+    few: int, tokens: int, top_k: int, experts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rowwise, "FEW", few)
     idx = choices(tokens, top_k, experts).to(dtype)
     want = family.sort_by_expert(idx, experts)
     got = rowwise.sort_by_expert(idx, experts)

@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -131,7 +131,7 @@ def tiles(n: int, height: int) -> tuple[Tensor, Tensor]:
 class Case:
     """One launch of a core's function. ``tf32`` says what torch allows, ``even`` whether the widths fill the tiles."""
 
-    kind: tuning.Kind
+    kind: Literal["rows", "up", "wgrad"]
     bucket: int
     dtype: torch.dtype = BF16
     layout: Layout = Layout.OUT_IN

@@ -277,5 +277,5 @@ def test_the_height_of_tiles_is_that_of_the_table(dtype: torch.dtype) -> None:
     for mean in (0.01, 1, 8.5, 17, 40, 1000):
         height = tuning.tile_height(mean, dtype)
         for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
-            assert tuning.config("rows", capability, mean, dtype).rows == height
-            assert tuning.config("up", capability, mean, dtype).rows == height
+            for kind in ("rows", "pair", "whole"):
+                assert tuning.config(kind, capability, mean, dtype).rows == height
