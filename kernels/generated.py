@@ -62,6 +62,12 @@ _HELPERS = {
     f" * {2 * math.sqrt(2 / math.pi)} * (1.0 + {3 * 0.044715} * x * x))",
 }
 
+#: The same in fewer instructions, with what only the GPU has: 2 units in the last place, zero below 2^-126.
+_FAST = {
+    "_sigmoid": 'tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1; add.f32 $0, $0, 0f3F800000; '
+    'rcp.approx.ftz.f32 $0, $0;", "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1)',
+}
+
 
 def is_fixed(text: str) -> bool:
     """Whether the activation reads no constant that is known only when the operator runs."""
@@ -137,7 +143,7 @@ def _pull(text: str) -> tuple[list[str], dict[Expr, str]]:
 def _define(name: str, args: str, body: list[str], jit: Callable[[Any], Any], language: ModuleType) -> Any:
     """A JIT function from source text; the compiler's caches key on the text."""
     space: dict[str, Any] = {"tl": language, "__name__": __name__}
-    for helper, text in _HELPERS.items():
+    for helper, text in (_HELPERS if language is tl else _HELPERS | _FAST).items():
         space[helper] = _compile(helper, "x", [f"return {text}"], jit, space)
     return _compile(name, args, body, jit, space)
 

@@ -165,14 +165,16 @@ def _tiles_kernel(
     tl.store(tiles + 3 * m + 2, tl.minimum(left, TILE), mask=some)
     if tl.program_id(0) == 0:
         tl.store(num, tl.sum(count, 0))
+        tl.store(num + 1, 0)
+        tl.store(num + 2, 0)
 
 
 def row_tiles(rows: Rows, tile: int = 128) -> tuple[Tensor, Tensor]:
-    """(tiles int32 [bound, 3], their number int32 [1]): expert, first row and rows of each tile of at most ``tile``
-    rows of one expert, largest experts first. ``bound`` is N / tile + E, whatever the routing."""
+    """(tiles int32 [bound, 3], their number and two zeros int32 [3]): expert, first row and rows of each tile of at
+    most ``tile`` rows of one expert, largest experts first. ``bound`` is N / tile + E, whatever the routing."""
     n, experts = rows.order.numel(), rows.offsets.numel()
     bound = n // tile + min(n, experts)
-    tiles, num = rows.offsets.new_empty(bound, 3), rows.offsets.new_empty(1)
+    tiles, num = rows.offsets.new_empty(bound, 3), rows.offsets.new_empty(3)
     bins = triton.next_power_of_2(experts)
     block = max(1, min(64, (1 << 13) // bins))
     _tiles_kernel[(max(triton.cdiv(bound, block), 1),)](

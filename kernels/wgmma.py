@@ -96,14 +96,15 @@ def _rows(
     h: Tensor | None, g: TensorDescriptor, u: TensorDescriptor, tiles: tuple[Tensor, Tensor], *, halves: str, act: Any,
 ) -> None:  # fmt: skip
     in_out = w.stride(2) == 1
-    b = _desc(w.flatten(0, 1), [BK, BN // 2]) if in_out else _desc(w.transpose(1, 2).flatten(0, 1), [BN // 2, BK])
+    width = BN // 2 if halves in (Halves.GATE_UP.value, Halves.UP_GATE.value) else BN
+    b = _desc(w.flatten(0, 1), [BK, width]) if in_out else _desc(w.transpose(1, 2).flatten(0, 1), [width, BK])
     index, slots = (tiles[0], 1) if gather is None else (gather.index, gather.slots)
-    stages, buffers, width = (DENSE_STAGES, 1, BN) if gather is None else (STAGES, 2, OUT)
+    stages, buffers, block = (DENSE_STAGES, 1, BN) if gather is None else (STAGES, 2, OUT)
     rows_kernel[(_programs(a.device),)](
         _desc(a, [BM, BK]), a, a.stride(0), index, b, o, out, out.stride(0), g, u, out if h is None else h,
         0 if h is None else h.stride(0), out if bias is None else bias, *tiles, -(-w.shape[2] // BN), w.shape[1],
         w.shape[2], GATHER=gather is not None, SLOTS=slots, HALVES=halves, ACT=act, SAVE=h is not None,
-        BIAS=bias is not None, IN_OUT=in_out, BM=BM, BN=BN, BK=BK, OUT=width, STAGES=stages,
+        BIAS=bias is not None, IN_OUT=in_out, BM=BM, BN=BN, BK=BK, OUT=block, STAGES=stages,
         BUFFERS=buffers, GROUP=GROUP,
         CONSUMER=CONSUMER_REGISTERS, PRODUCER=PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip

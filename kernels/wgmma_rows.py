@@ -40,6 +40,33 @@ def _row_tile(t, num_m, num_n, tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def tell(t, i, slots, told, heard):
+    """Hand the i-th tile of this program to its consumers."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(heard.index(i % 2), ((i // 2) & 1) ^ 1)
+    slots.index(i % 2).store(gl.full([1], t, gl.int32, ONE))
+    mbarrier.arrive(told.index(i % 2), count=1)
+
+
+@gluon.jit
+def hear(i, slots, told, heard, WARPS: gl.constexpr):
+    """The i-th tile of this program, negative after the last."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    mbarrier.wait(told.index(i % 2), (i // 2) & 1)
+    t = gl.max(slots.index(i % 2).load(ONE), 0)
+    mbarrier.arrive(heard.index(i % 2), count=1)
+    return t
+
+
+@gluon.jit
+def leave(counters):
+    """The last program to leave sets ``counters``, tiles given out and programs gone, to zero for the next launch."""
+    if gl.atomic_add(counters + 1, 1) == gl.num_programs(0) - 1:
+        gl.store(counters, 0)
+        gl.store(counters + 1, 0)
+
+
+@gluon.jit
 def halves(value):
     """The left and the right half of the columns."""
     wide: gl.constexpr = value.shape[1] // 2
@@ -75,7 +102,7 @@ def _store(stage, at: gl.constexpr, value, desc, out, ld, row0, rows, col, cols)
 
 @gluon.jit
 def _rows_producer(
-    a_desc, a_ptr, lda, index, b_desc, tiles, num_tiles, num_n, K, W, a_bufs, b_bufs, ready, empty,
+    a_desc, a_ptr, lda, index, b_desc, tiles, num_tiles, num_n, K, W, a_bufs, b_bufs, ready, empty, slots, told, heard,
     GATHER: gl.constexpr, SLOTS: gl.constexpr, HALVES: gl.constexpr, IN_OUT: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -83,8 +110,13 @@ def _rows_producer(
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     num_m = gl.load(num_tiles)
     it = 0
-    for t in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+    i = 0
+    t = gl.program_id(0)
+    while t < num_m * num_n:
+        tell(t, i, slots, told, heard)
         e, row0, rows, n = _row_tile(t, num_m, num_n, tiles, GROUP)
+        t = gl.num_programs(0) + gl.atomic_add(num_tiles + 1, 1)
+        i += 1
         if GATHER:
             r = gl.arange(0, BM, gl.SliceLayout(1, COPY))
             source = gl.load(index + row0 + gl.minimum(r, rows - 1)).to(gl.int32) // SLOTS
@@ -95,7 +127,7 @@ def _rows_producer(
         elif HALVES == "up_gate":
             col, apart = W // 2 + n * HALF, -(W // 2)
         else:
-            col, apart = n * BN, HALF
+            col, apart = n * BN, 0
         for k in range(0, K, BK):
             s = it % STAGES
             mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
@@ -106,7 +138,12 @@ def _rows_producer(
             else:
                 mbarrier.expect(bar, (BN + BM) * BK * 2)
                 tma_load(a_desc, [row0, k], bar, a_bufs.index(s))
-            if IN_OUT:
+            if HALVES != "gate_up" and HALVES != "up_gate":
+                if IN_OUT:
+                    tma_load(b_desc, [e * K + k, col], bar, b)
+                else:
+                    tma_load(b_desc, [e * W + col, k], bar, b)
+            elif IN_OUT:
                 tma_load(b_desc, [e * K + k, col], bar, b.slice(0, HALF, 1))
                 tma_load(b_desc, [e * K + k, col + apart], bar, b.slice(HALF, HALF, 1))
             else:
@@ -117,12 +154,14 @@ def _rows_producer(
                 async_copy.mbarrier_arrive(bar, increment_count=False)
                 ptr += BK
             it += 1
+    tell(-1, i, slots, told, heard)
+    leave(num_tiles + 1)
 
 
 @gluon.jit
 def _rows_consumer(
     o_desc, o_ptr, ldo, g_desc, u_desc, h_ptr, ldh, bias, tiles, num_tiles, num_n, K, W, a_bufs, b_bufs, ready, empty,
-    stage,
+    stage, slots, told, heard,
     UPPER: gl.constexpr, GATHER: gl.constexpr, HALVES: gl.constexpr, ACT: gl.constexpr, SAVE: gl.constexpr,
     BIAS: gl.constexpr, IN_OUT: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
@@ -131,16 +170,14 @@ def _rows_consumer(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     dtype: gl.constexpr = o_ptr.dtype.element_ty
     num_m = gl.load(num_tiles)
-    last = num_m * num_n - 1
     it = 0
-    e, first, left, n = _row_tile(gl.maximum(gl.minimum(gl.program_id(0), last), 0), num_m, num_n, tiles, GROUP)
-    for t in range(gl.program_id(0), last + 1, gl.num_programs(0)):
-        row0 = first + 64 * UPPER
-        rows = left - 64 * UPPER
-        # loaded a tile early: 2 to 5 % of a tile's time
-        then_e, first, left, then_n = _row_tile(
-            gl.minimum(t + gl.num_programs(0), last), num_m, num_n, tiles, GROUP
-        )
+    i = 0
+    t = hear(i, slots, told, heard, 4)
+    while t >= 0:
+        i += 1
+        e, row0, rows, n = _row_tile(t, num_m, num_n, tiles, GROUP)
+        row0 += 64 * UPPER
+        rows -= 64 * UPPER
         if rows > 0:
             acc = gl.zeros((64, BN), gl.float32, ACC)
             if BIAS:
@@ -179,15 +216,15 @@ def _rows_consumer(
             if HALVES == "none" and not GATHER:
                 _store(stage, 0, acc.to(dtype), o_desc, o_ptr, ldo, row0, rows, n * BN, W)
             elif HALVES == "none" or HALVES == "single":
-                for i in gl.static_range(4):
-                    if i < 2:
+                for part in gl.static_range(4):
+                    if part < 2:
                         both = halves(one.to(dtype))
                     else:
                         both = halves(two.to(dtype))
-                    x = both[i % 2]
-                    col = n * BN + 64 * i
+                    x = both[part % 2]
+                    col = n * BN + 64 * part
                     if HALVES == "none":
-                        _store(stage, i, x, o_desc, o_ptr, ldo, row0, rows, col, W)
+                        _store(stage, part, x, o_desc, o_ptr, ldo, row0, rows, col, W)
                     else:
                         if SAVE:
                             _store(stage, 0, x, g_desc, h_ptr, ldh, row0, rows, col, W)
@@ -195,7 +232,7 @@ def _rows_consumer(
                         if SAVE:
                             _store(stage, 1, ACT(x, x).to(dtype), o_desc, o_ptr, ldo, row0, rows, col, W)
                         else:
-                            _store(stage, i, ACT(x, x).to(dtype), o_desc, o_ptr, ldo, row0, rows, col, W)
+                            _store(stage, part, ACT(x, x).to(dtype), o_desc, o_ptr, ldo, row0, rows, col, W)
             elif HALVES == "interleaved":
                 for half in gl.static_range(2):
                     if half == 0:
@@ -233,8 +270,7 @@ def _rows_consumer(
                 mbarrier.wait(ready.index(s), (it // STAGES) & 1)
                 mbarrier.arrive(empty.index(s), count=1)
                 it += 1
-        e = then_e
-        n = then_n
+        t = hear(i, slots, told, heard, 4)
     tma.store_wait(0)
 
 
@@ -258,6 +294,12 @@ def rows_kernel(
     upper = gl.allocate_shared_memory(dtype, [BUFFERS, 64, OUT], o_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(told.index(i), count=1)
+        mbarrier.init(heard.index(i), count=2)
     for i in gl.static_range(STAGES):
         if GATHER:
             mbarrier.init(ready.index(i), count=129)  # each copying thread, and the TMA bytes
@@ -267,13 +309,13 @@ def rows_kernel(
     gl.warp_specialize(
         [
             (_rows_consumer, (o_desc, o_ptr, ldo, g_desc, u_desc, h_ptr, ldh, bias, tiles, num_tiles, num_n, K, W,
-                              a_bufs, b_bufs, ready, empty, lower, 0, GATHER, HALVES, ACT, SAVE, BIAS, IN_OUT, BN, BK,
-                              STAGES, GROUP)),
+                              a_bufs, b_bufs, ready, empty, lower, slots, told, heard, 0, GATHER, HALVES, ACT, SAVE,
+                              BIAS, IN_OUT, BN, BK, STAGES, GROUP)),
             (_rows_consumer, (o_desc, o_ptr, ldo, g_desc, u_desc, h_ptr, ldh, bias, tiles, num_tiles, num_n, K, W,
-                              a_bufs, b_bufs, ready, empty, upper, 1, GATHER, HALVES, ACT, SAVE, BIAS, IN_OUT, BN, BK,
-                              STAGES, GROUP)),
-            (_rows_producer, (a_desc, a_ptr, lda, index, b_desc, tiles, num_tiles, num_n, K, W, a_bufs, b_bufs,
-                              ready, empty, GATHER, SLOTS, HALVES, IN_OUT, BM, BN, BK, STAGES, GROUP)),
+                              a_bufs, b_bufs, ready, empty, upper, slots, told, heard, 1, GATHER, HALVES, ACT, SAVE,
+                              BIAS, IN_OUT, BN, BK, STAGES, GROUP)),
+            (_rows_producer, (a_desc, a_ptr, lda, index, b_desc, tiles, num_tiles, num_n, K, W, a_bufs, b_bufs, ready,
+                              empty, slots, told, heard, GATHER, SLOTS, HALVES, IN_OUT, BM, BN, BK, STAGES, GROUP)),
         ],
         [4, 4],
         [CONSUMER, PRODUCER],
