@@ -100,13 +100,13 @@ def _rows(
     b = _desc(w.flatten(0, 1), [BK, width]) if in_out else _desc(w.transpose(1, 2).flatten(0, 1), [width, BK])
     index, slots = (tiles[0], 1) if gather is None else (gather.index, gather.slots)
     stages, buffers, block = (DENSE_STAGES, 1, BN) if gather is None else (STAGES, 2, OUT)
+    # A second product in flight takes registers that these forms lack: ptxas would serialise all of them.
+    ahead = int(a.dtype is torch.bfloat16 and halves != Halves.INTERLEAVED.value and bias is None and not in_out)
     rows_kernel[(_programs(a.device),)](
-        _desc(a, [BM, BK]), a, a.stride(0), index, b, o, out, out.stride(0), g, u, out if h is None else h,
-        0 if h is None else h.stride(0), out if bias is None else bias, *tiles, -(-w.shape[2] // BN), w.shape[1],
-        w.shape[2], GATHER=gather is not None, SLOTS=slots, HALVES=halves, ACT=act, SAVE=h is not None,
-        BIAS=bias is not None, IN_OUT=in_out, BM=BM, BN=BN, BK=BK, OUT=block, STAGES=stages,
-        BUFFERS=buffers, GROUP=GROUP,
-        CONSUMER=CONSUMER_REGISTERS, PRODUCER=PRODUCER_REGISTERS, num_warps=4,
+        _desc(a, [BM, BK]), a, a.stride(0), index, b, o, out, g, u, out if h is None else h,
+        out if bias is None else bias, *tiles, w.shape[1], w.shape[2], GATHER=gather is not None, SLOTS=slots,
+        HALVES=halves, ACT=act, SAVE=h is not None, BIAS=bias is not None, IN_OUT=in_out, AHEAD=ahead, BM=BM, BN=BN,
+        BK=BK, OUT=block, STAGES=stages, BUFFERS=buffers, GROUP=GROUP, CONSUMER=CONSUMER_REGISTERS, PRODUCER=PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip
 
 

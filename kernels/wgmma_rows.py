@@ -80,6 +80,22 @@ def _pairs(value):
 
 
 @gluon.jit
+def _side_by_side(left, right):
+    """:func:`halves` undone."""
+    both = gl.join(left, right).permute(0, 2, 1)
+    return both.reshape([left.shape[0], 2 * left.shape[1]])
+
+
+@gluon.jit
+def _biased(value, bias, col, cols, BIAS: gl.constexpr):
+    """``value`` plus the biases of its columns, from ``col`` on."""
+    if BIAS:
+        c = col + gl.arange(0, value.shape[1], gl.SliceLayout(0, value.type.layout))
+        value += gl.load(bias + c, mask=c < cols, other=0.0).to(gl.float32)[None, :]
+    return value
+
+
+@gluon.jit
 def _store(stage, at: gl.constexpr, value, desc, out, ld, row0, rows, col, cols):
     """One consumer's ``at``-th block of 64 rows of results, of which ``rows`` count, through the buffers in turn. The
     number of blocks of a tile is a multiple of that of the buffers."""
@@ -102,13 +118,14 @@ def _store(stage, at: gl.constexpr, value, desc, out, ld, row0, rows, col, cols)
 
 @gluon.jit
 def _rows_producer(
-    a_desc, a_ptr, lda, index, b_desc, tiles, num_tiles, num_n, K, W, a_bufs, b_bufs, ready, empty, slots, told, heard,
+    a_desc, a_ptr, lda, index, b_desc, tiles, num_tiles, K, W, a_bufs, b_bufs, ready, empty, slots, told, heard,
     GATHER: gl.constexpr, SLOTS: gl.constexpr, HALVES: gl.constexpr, IN_OUT: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BN // 2
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     num_m = gl.load(num_tiles)
+    num_n = (W + BN - 1) // BN
     it = 0
     i = 0
     t = gl.program_id(0)
@@ -160,16 +177,17 @@ def _rows_producer(
 
 @gluon.jit
 def _rows_consumer(
-    o_desc, o_ptr, ldo, g_desc, u_desc, h_ptr, ldh, bias, tiles, num_tiles, num_n, K, W, a_bufs, b_bufs, ready, empty,
+    o_desc, o_ptr, g_desc, u_desc, h_ptr, bias, tiles, num_tiles, K, W, a_bufs, b_bufs, ready, empty,
     stage, slots, told, heard,
     UPPER: gl.constexpr, GATHER: gl.constexpr, HALVES: gl.constexpr, ACT: gl.constexpr, SAVE: gl.constexpr,
-    BIAS: gl.constexpr, IN_OUT: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
+    BIAS: gl.constexpr, IN_OUT: gl.constexpr, AHEAD: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BN // 2
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     dtype: gl.constexpr = o_ptr.dtype.element_ty
     num_m = gl.load(num_tiles)
+    num_n = (W + BN - 1) // BN
     it = 0
     i = 0
     t = hear(i, slots, told, heard, 4)
@@ -180,90 +198,74 @@ def _rows_consumer(
         rows -= 64 * UPPER
         if rows > 0:
             acc = gl.zeros((64, BN), gl.float32, ACC)
-            if BIAS:
-                c = gl.arange(0, BN, gl.SliceLayout(0, ACC))
-                if HALVES == "gate_up":
-                    at = n * HALF + c + (c // HALF) * (W // 2 - HALF)
-                    held = n * HALF + c % HALF < W // 2
-                elif HALVES == "up_gate":
-                    at = W // 2 + n * HALF + c - (c // HALF) * (W // 2 + HALF)
-                    held = n * HALF + c % HALF < W // 2
-                else:
-                    at = n * BN + c
-                    held = at < W
-                acc += gl.load(bias + e.to(gl.int64) * W + at, mask=held, other=0.0).to(gl.float32)[None, :]
             for k in range(0, K, BK):
                 s = it % STAGES
                 mbarrier.wait(ready.index(s), (it // STAGES) & 1)
                 if GATHER:
                     fence_async_shared()
                 a = a_bufs.index(s).slice(64 * UPPER, 64)
-                if BIAS:
-                    more = True
-                else:
-                    more = k > 0
                 if IN_OUT:
-                    acc = warpgroup_mma(a, b_bufs.index(s), acc, use_acc=more, is_async=True)
+                    acc = warpgroup_mma(a, b_bufs.index(s), acc, use_acc=k > 0, is_async=True)
                 else:
-                    acc = warpgroup_mma(a, b_bufs.index(s).permute((1, 0)), acc, use_acc=more, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=(acc,))
-                if k > 0:
+                    acc = warpgroup_mma(a, b_bufs.index(s).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
+                acc = warpgroup_mma_wait(AHEAD, deps=(acc,))
+                if AHEAD == 0:
+                    mbarrier.arrive(empty.index(s), count=1)
+                elif k > 0:
                     mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
                 it += 1
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-            one, two = halves(acc)
+            if AHEAD > 0:
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+            at = bias + e.to(gl.int64) * W
             if HALVES == "none" and not GATHER:
-                _store(stage, 0, acc.to(dtype), o_desc, o_ptr, ldo, row0, rows, n * BN, W)
-            elif HALVES == "none" or HALVES == "single":
-                for part in gl.static_range(4):
-                    if part < 2:
-                        both = halves(one.to(dtype))
-                    else:
-                        both = halves(two.to(dtype))
-                    x = both[part % 2]
-                    col = n * BN + 64 * part
-                    if HALVES == "none":
-                        _store(stage, part, x, o_desc, o_ptr, ldo, row0, rows, col, W)
-                    else:
-                        if SAVE:
-                            _store(stage, 0, x, g_desc, h_ptr, ldh, row0, rows, col, W)
-                        x = x.to(gl.float32)
-                        if SAVE:
-                            _store(stage, 1, ACT(x, x).to(dtype), o_desc, o_ptr, ldo, row0, rows, col, W)
-                        else:
-                            _store(stage, part, ACT(x, x).to(dtype), o_desc, o_ptr, ldo, row0, rows, col, W)
-            elif HALVES == "interleaved":
-                for half in gl.static_range(2):
-                    if half == 0:
-                        both = one.to(dtype)
-                    else:
-                        both = two.to(dtype)
-                    if SAVE:
-                        h = halves(both)
-                        _store(stage, half, h[0], g_desc, h_ptr, ldh, row0, rows, n * BN + half * HALF, W)
-                        _store(stage, 1 - half, h[1], g_desc, h_ptr, ldh, row0, rows, n * BN + half * HALF + 64, W)
-                    gate, up = _pairs(both)
-                    x = ACT(gate.to(gl.float32), up.to(gl.float32)).to(dtype)
-                    _store(stage, half, x, o_desc, o_ptr, ldo, row0, rows, n * HALF + 64 * half, W // 2)
+                _store(stage, 0, _biased(acc, at, n * BN, W, BIAS).to(dtype), o_desc, o_ptr, W, row0, rows, n * BN, W)
             else:
-                if HALVES == "gate_up":
-                    g_ptr, u_ptr = h_ptr, h_ptr + W // 2
-                else:
-                    g_ptr, u_ptr = h_ptr + W // 2, h_ptr
-                g0, g1 = halves(one.to(dtype))
-                u0, u1 = halves(two.to(dtype))
+                left, right = halves(acc)
                 for half in gl.static_range(2):
-                    if half == 0:
-                        gate, up = g0, u0
+                    if HALVES == "gate_up" or HALVES == "up_gate":
+                        # columns of gate, columns of up; both halves of h are W // 2 wide
+                        first, second = halves(left)[half], halves(right)[half]
+                        col = n * HALF + 64 * half
+                        other, cols, narrow, turn = col, W // 2, W // 2, half
+                        if HALVES == "gate_up":
+                            gate, up = 0, W // 2
+                        else:
+                            gate, up = W // 2, 0
                     else:
-                        gate, up = g1, u1
-                    col = n * HALF + 64 * half
-                    if SAVE:
-                        _store(stage, half, gate, g_desc, g_ptr, ldh, row0, rows, col, W // 2)
-                        _store(stage, 1 - half, up, u_desc, u_ptr, ldh, row0, rows, col, W // 2)
-                    x = ACT(gate.to(gl.float32), up.to(gl.float32)).to(dtype)
-                    _store(stage, half, x, o_desc, o_ptr, ldo, row0, rows, col, W // 2)
+                        if half == 0:
+                            first, second = halves(left)
+                        else:
+                            first, second = halves(right)
+                        col = n * BN + HALF * half
+                        other, cols, gate, up = col + 64, W, 0, 0
+                        if HALVES == "interleaved":
+                            narrow, turn = W // 2, half
+                        else:
+                            narrow, turn = W, 0
+                    first = _biased(first, at + gate, col, cols, BIAS).to(dtype)
+                    second = _biased(second, at + up, other, cols, BIAS).to(dtype)
+                    if HALVES == "none":
+                        _store(stage, 0, first, o_desc, o_ptr, W, row0, rows, col, cols)
+                        _store(stage, 1, second, o_desc, o_ptr, W, row0, rows, other, cols)
+                    else:
+                        if SAVE:
+                            _store(stage, turn, first, g_desc, h_ptr + gate, W, row0, rows, col, cols)
+                            _store(stage, 1 - turn, second, u_desc, h_ptr + up, W, row0, rows, other, cols)
+                        x = first.to(gl.float32)
+                        y = second.to(gl.float32)
+                        if HALVES == "single":
+                            _store(stage, 0, ACT(x, x).to(dtype), o_desc, o_ptr, narrow, row0, rows, col, narrow)
+                            _store(stage, 1, ACT(y, y).to(dtype), o_desc, o_ptr, narrow, row0, rows, other, narrow)
+                        else:
+                            if HALVES == "interleaved":
+                                g0, u0 = _pairs(x)
+                                g1, u1 = _pairs(y)
+                                x = _side_by_side(ACT(g0, u0), ACT(g1, u1))
+                            else:
+                                x = ACT(x, y)
+                            col = n * HALF + 64 * half
+                            _store(stage, half, x.to(dtype), o_desc, o_ptr, narrow, row0, rows, col, narrow)
         else:
             for _ in range(0, K, BK):
                 s = it % STAGES
@@ -276,10 +278,10 @@ def _rows_consumer(
 
 @gluon.jit
 def rows_kernel(
-    a_desc, a_ptr, lda, index, b_desc, o_desc, o_ptr, ldo, g_desc, u_desc, h_ptr, ldh, bias, tiles, num_tiles, num_n,
-    K, W,
+    a_desc, a_ptr, lda, index, b_desc, o_desc, o_ptr, g_desc, u_desc, h_ptr, bias, tiles, num_tiles, K, W,
     GATHER: gl.constexpr, SLOTS: gl.constexpr, HALVES: gl.constexpr, ACT: gl.constexpr, SAVE: gl.constexpr,
-    BIAS: gl.constexpr, IN_OUT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    BIAS: gl.constexpr, IN_OUT: gl.constexpr, AHEAD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr,
     OUT: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr, CONSUMER: gl.constexpr,
     PRODUCER: gl.constexpr,
 ):  # fmt: skip
@@ -308,13 +310,13 @@ def rows_kernel(
         mbarrier.init(empty.index(i), count=2)
     gl.warp_specialize(
         [
-            (_rows_consumer, (o_desc, o_ptr, ldo, g_desc, u_desc, h_ptr, ldh, bias, tiles, num_tiles, num_n, K, W,
+            (_rows_consumer, (o_desc, o_ptr, g_desc, u_desc, h_ptr, bias, tiles, num_tiles, K, W,
                               a_bufs, b_bufs, ready, empty, lower, slots, told, heard, 0, GATHER, HALVES, ACT, SAVE,
-                              BIAS, IN_OUT, BN, BK, STAGES, GROUP)),
-            (_rows_consumer, (o_desc, o_ptr, ldo, g_desc, u_desc, h_ptr, ldh, bias, tiles, num_tiles, num_n, K, W,
+                              BIAS, IN_OUT, AHEAD, BN, BK, STAGES, GROUP)),
+            (_rows_consumer, (o_desc, o_ptr, g_desc, u_desc, h_ptr, bias, tiles, num_tiles, K, W,
                               a_bufs, b_bufs, ready, empty, upper, slots, told, heard, 1, GATHER, HALVES, ACT, SAVE,
-                              BIAS, IN_OUT, BN, BK, STAGES, GROUP)),
-            (_rows_producer, (a_desc, a_ptr, lda, index, b_desc, tiles, num_tiles, num_n, K, W, a_bufs, b_bufs, ready,
+                              BIAS, IN_OUT, AHEAD, BN, BK, STAGES, GROUP)),
+            (_rows_producer, (a_desc, a_ptr, lda, index, b_desc, tiles, num_tiles, K, W, a_bufs, b_bufs, ready,
                               empty, slots, told, heard, GATHER, SLOTS, HALVES, IN_OUT, BM, BN, BK, STAGES, GROUP)),
         ],
         [4, 4],

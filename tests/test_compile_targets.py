@@ -30,6 +30,9 @@ from moe_inductor.spec import Combine, ExpertsSpec, Halves, Layout
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 #: Bytes a thread may spill: two address registers kept over a loop. Accumulators that spill take hundreds.
 SPILLS = 64
+#: The same in the Gluon kernels, whose three parts add up: what lives across a tile, none of it read in a loop over the
+#: depth (checked in the disassembly of the worst one, interleaved with weights [E, in, out], Triton 3.9).
+HOPPER_SPILLS = 128
 #: Device class -> compute capability that stands for it, and shared memory of a program in KiB.
 TARGETS = {"sm_80": ((8, 0), 163), "small": ((8, 9), 99), "sm_90": ((9, 0), 227), "sm_100": ((10, 0), 227)}
 #: Rows per expert in the middle of each bucket.
@@ -101,11 +104,11 @@ def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def sound(device: str, compiled: list[Compiled]) -> None:
+def sound(device: str, compiled: list[Compiled], spills: int = SPILLS) -> None:
     """No spills to speak of, shared memory that the device has, no serialised matmuls."""
     assert compiled
     for c in compiled:
-        assert c.spills <= SPILLS, f"{c.name}: {c.spills} bytes of spills"
+        assert c.spills <= spills, f"{c.name}: {c.spills} bytes of spills"
         assert c.kernel.metadata.shared <= TARGETS[device][1] << 10, (
             f"{c.name}: {c.kernel.metadata.shared} bytes shared"
         )
@@ -299,10 +302,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("case", GLUON, ids=str)
 def test_hopper_sample(case: Case, compile_for: Callable, hopper: Any) -> None:
-    sound("sm_90", compile_for("sm_90", lambda: case.launch(hopper)))
+    sound("sm_90", compile_for("sm_90", lambda: case.launch(hopper)), HOPPER_SPILLS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(gluon_matrix()), ids=str)
 def test_hopper(case: Case, compile_for: Callable, hopper: Any) -> None:
-    sound("sm_90", compile_for("sm_90", lambda: case.launch(hopper)))
+    sound("sm_90", compile_for("sm_90", lambda: case.launch(hopper)), HOPPER_SPILLS)
