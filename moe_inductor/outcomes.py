@@ -25,13 +25,15 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A region that was replaced. ``verified`` says what the numeric check found, or why it was not made."""
+    """A region that was replaced. ``verified`` says what the numeric check found, or why it was not made; ``router``
+    what its router became, or why it stayed as it was, None where the plan has no router kernels."""
 
     where: str
     spec: MoESpec
     plan: str
     parameters: tuple[str, ...]
     verified: str
+    router: str | Reject | None = None
 
 
 Outcome = Fused | Reject
@@ -75,6 +77,7 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
         "spec": str(outcome.spec),
         "parameters": list(outcome.parameters),
         "verified": outcome.verified,
+        "router": _router(outcome),
     }
 
 
@@ -83,16 +86,24 @@ def regions(n: int) -> str:
     return f"{n} MoE region" + "s" * (n != 1)
 
 
+def _router(outcome: Fused) -> str | None:
+    """What became of the router, one line."""
+    router = outcome.router
+    if isinstance(router, Reject):
+        return f"router not fused: {router.where}  {router.why}"
+    return None if router is None else f"router fused: {router}"
+
+
 def _times(n: int) -> str:
     return f" x{n}" if n > 1 else ""
 
 
 def fusions(fused: Iterable[Fused]) -> list[str]:
-    """Three lines for each kind of fused region: where and plan, spec, verification."""
-    alike = Counter((f.where, f.plan, str(f.spec), f.verified) for f in fused)
+    """For each kind of fused region a line each: where and plan, spec, verification, and router where it has one."""
+    alike = Counter((f.where, f.plan, str(f.spec), f.verified, _router(f)) for f in fused)
     lines = []
-    for (where, plan, spec, verified), n in alike.items():
-        lines += [f"  fused{_times(n)}  {where}  {plan}", f"    {spec}", f"    {verified}"]
+    for (where, plan, *notes), n in alike.items():
+        lines += [f"  fused{_times(n)}  {where}  {plan}", *(f"    {note}" for note in notes if note is not None)]
     return lines
 
 

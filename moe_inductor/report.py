@@ -63,6 +63,11 @@ class GraphReport:
         return dict(Counter(f.plan for f in self.fused))
 
     @property
+    def routers(self) -> int:
+        """How many of the fused regions had their router fused too."""
+        return sum(isinstance(f.router, str) for f in self.fused)
+
+    @property
     def saved_bytes(self) -> int | None:
         """:func:`saved_bytes` of all fused regions; None where one of them has a symbolic token count."""
         return _total(saved_bytes(f.spec) for f in self.fused)
@@ -83,6 +88,7 @@ class GraphReport:
             "matched": len(self.fused),
             "refused": len(self.refused),
             "plans": self.plans,
+            "routers": self.routers,
             "saved_bytes": self.saved_bytes,
             "outcomes": [as_dict(o) for o in self.outcomes],
         }

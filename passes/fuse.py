@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from .. import policy
 from ..options import OptionError, Options, Recompute
 from ..report import Fused, Outcome, Reject
 from ..source import where
-from . import functions, routers, selective, window
+from . import functions, router_check, router_fusion, routers, selective, window
 from .modules import Body, bodies
 from .recognise import Match
 from .recogniser import Recogniser, fingerprint
@@ -87,6 +88,7 @@ def _fuse_body(body: Body, options: Options, verify: Verify, recogniser: Recogni
             outcomes.append(verdict)
     if proposals:
         _write(body, proposals, outcomes, options)
+        _fuse_routers(body, proposals, outcomes, options)
     if not any(isinstance(o, Reject) for o in outcomes):  # else the reason has been given
         outcomes.extend(routers.unfused(graph if not proposals else body.module.graph))
     return outcomes
@@ -149,6 +151,26 @@ def _write(body: Body, proposals: Sequence[tuple[int, Proposal]], outcomes: list
             raise
         for i, proposal in proposals:
             outcomes[i] = _internal(proposal.match.end, e)
+    body.module.recompile()
+
+
+def _fuse_routers(
+    body: Body, proposals: Sequence[tuple[int, Proposal]], outcomes: list[Outcome], options: Options
+) -> None:
+    """The routers of the regions that were written; a router that is left is no refusal of its region."""
+    written = [(i, p) for i, p in proposals if isinstance(outcomes[i], Fused)]
+    regions = [(p.match, p.plan) for _, p in written]
+    found: Sequence[str | Reject | None]
+    try:
+        found = router_fusion.fuse(body.module.graph, regions, router_check.Checker(options.verify))
+    except Exception as e:
+        if options.strict:
+            raise
+        found = [_internal(p.match.idx.node, e) for _, p in written]
+    for (i, _), router in zip(written, found, strict=True):
+        fused = outcomes[i]
+        assert isinstance(fused, Fused)
+        outcomes[i] = replaced(fused, router=router)
     body.module.recompile()
 
 

@@ -278,6 +278,7 @@ def test_row_wise_kernels(device: str, experts: int, compile_for: Callable) -> N
 GLUON = [
     Case("rows", LAST, layout=Layout.IN_OUT, gathered=False, biased=True),
     Case("up", LAST),
+    Case("up", LAST, F16, Layout.IN_OUT, Halves.INTERLEAVED, biased=True),
     Case("wgrad", LAST, transposed=True),
 ]
 
