@@ -4,7 +4,8 @@ core takes (float64, activations with constants that only the call gives) runs o
 Nothing reads a device value on the host.
 
 A core is a module with ``rows_mm``, ``up`` and ``wgrad`` as in ``wgmma.py``; ``tile_rows``, the height of a row tile;
-``takes(a, w)``, whether it multiplies rows like ``a`` by matrices ``w`` [E, in, out]; and ``takes_wgrad``.
+``takes(a, w)``, whether it multiplies rows like ``a`` by matrices ``w`` [E, in, out]; ``takes_up``, whether it does so
+with an activation; and ``takes_wgrad``.
 
 Rows of dropped slots hold anything in a and h.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -58,11 +59,14 @@ class Fused:
         lists: Lists | None = None,
     ) -> tuple[Tensor, Any] | None:
         """(a, h where ``save`` says so), or None where no core takes this."""
-        w, x = in_out(w1, spec.w1), _rows(x)
-        core = self._core(x, w, rows)
-        if core is None or not _module("generated").is_fixed(spec.activation):
+        if not _module("generated").is_fixed(spec.activation):
             return None
+        w, x = in_out(w1, spec.w1), _rows(x)
         bias = None if b1 is None else b1.contiguous()
+        able = (c for c in self._ranked(rows) if c.takes_up(x, w, bias, spec.activation, spec.halves))
+        core = next(able, None)
+        if core is None:
+            return None
         source = Gather(rows.order, rows.top_k)
         a, h = core.up(x, source, w, bias, spec.activation, spec.halves, _tiles(core, rows, x, lists), save=save)
         return a, h
@@ -173,9 +177,12 @@ class Fused:
 
     def _core(self, a: Tensor, w: Tensor, rows: Rows) -> ModuleType | None:
         """The core that multiplies rows like ``a`` by matrices ``w`` [E, in, out]."""
+        return next((core for core in self._ranked(rows) if core.takes(a, w)), None)
+
+    def _ranked(self, rows: Rows) -> Iterator[ModuleType]:
+        """The cores, the fastest for such rows first."""
         many = rows.order.numel() > FEW_ROWS * rows.offsets.numel()
-        cores = self.cores if many else self.cores[::-1]
-        return next((core for core in map(_module, cores) if core.takes(a, w)), None)
+        return map(_module, self.cores if many else self.cores[::-1])
 
 
 def _rows(x: Tensor) -> Tensor:

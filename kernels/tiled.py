@@ -271,6 +271,11 @@ def takes(a: Tensor, w: Tensor) -> bool:
     return a.dtype in DTYPES and w.dtype is a.dtype and a.shape[0] < 1 << 31
 
 
+def takes_up(x: Tensor, w: Tensor, bias: Tensor | None, activation: str, halves: Halves) -> bool:
+    """Whether :func:`up` takes these."""
+    return takes(x, w)
+
+
 def takes_wgrad(gathered: Tensor, dense: Tensor) -> bool:
     """Whether the operands' weight gradient can be computed."""
     return takes(gathered, dense)

@@ -55,6 +55,11 @@ def takes(a: Tensor, w: Tensor) -> bool:
     return a.dtype in _GLUON and w.dtype is a.dtype and dense and even and aligned and 0 < a.shape[0] < 1 << 31
 
 
+def takes_up(x: Tensor, w: Tensor, bias: Tensor | None, activation: str, halves: Halves) -> bool:
+    """Whether :func:`up` takes these."""
+    return takes(x, w)
+
+
 def takes_wgrad(gathered: Tensor, dense: Tensor) -> bool:
     """Whether TMA takes rows ``dense`` [., N] and copies of 16 bytes those of ``gathered`` [., M]."""
     sound = all(t.stride(0) % 8 == 0 and t.stride(1) == 1 and t.data_ptr() % 16 == 0 for t in (gathered, dense))

@@ -4,14 +4,15 @@
 // activate and store its tile while the other keeps the tensor cores busy. The third feeds both through one ring of
 // stages of 64 in depth: warp 0 loads with the copy engine, warps 2 and 3 gather rows, warp 1 of the first program of a
 // cluster hands out tiles. The programs of a cluster work on neighbouring rows of the same tile of columns: each loads its
-// share of the other operand into all of them. A tile that starts late waits for nobody: programs take the next tile when
-// they are free.
+// share of the other operand into all of them. Clusters take
+// the next tile when they are free.
 //
 // Grid: any number of clusters. No program waits for one that may not have started, other than those of its cluster.
 
 #include <cuda.h>
 #include <cuda_bf16.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "ptx.cuh"
@@ -68,6 +69,12 @@ struct WgradArgs {
     __nv_bfloat16* out;  // [E, rows, columns] or [E, columns, rows]
     int rows, columns;
 };
+
+// driver.py has the same fields
+static_assert(offsetof(RowsArgs, tiles) == 256 && offsetof(RowsArgs, x) == 288 && offsetof(RowsArgs, out) == 320 &&
+              offsetof(RowsArgs, depth) == 344 && offsetof(RowsArgs, limit) == 364 && sizeof(RowsArgs) == 384);
+static_assert(offsetof(WgradArgs, tiles) == 128 && offsetof(WgradArgs, x) == 160 && offsetof(WgradArgs, out) == 192 &&
+              offsetof(WgradArgs, columns) == 204 && sizeof(WgradArgs) == 256);
 
 namespace {
 
@@ -196,7 +203,7 @@ __device__ __forceinline__ void put(uint32_t place, const float* d, int lane) {
 __device__ __forceinline__ void flush(uint32_t place, __nv_bfloat16* to, long long stride, int rows, int column, int limit,
                                       int lane) {
     __syncwarp();
-#pragma unroll
+#pragma unroll 3
     for (int i = 0; i < 16 * kPart / 8 / 32; ++i) {
         const int chunk = lane + 32 * i, row = chunk / (kPart / 8), c = chunk % (kPart / 8) * 8;
         if (row < rows && column + c < limit)
@@ -330,7 +337,7 @@ __device__ __forceinline__ void multiply_tail(float (&d)[2][96], const M& m, Rin
     ring.next();
 }
 
-/// Warps 0 and 1 of the third warpgroup load 192 columns of one operand: their share for all programs of the cluster.
+/// This program's share of 192 columns of the second operand, into all programs of the cluster.
 template <int CLUSTER, int MN_B>
 __device__ __forceinline__ void load_columns(const CUtensorMap* map, uint32_t to, uint32_t barrier, uint32_t rank, int depth,
                                              int first, int second) {
@@ -351,7 +358,7 @@ __device__ __forceinline__ void load_columns(const CUtensorMap* map, uint32_t to
     }
 }
 
-/// What one warp of the two that gather keeps of a block of 64 x 64 of the gathered operand: rows 4 i + lane / 8.
+/// Rows times their expert's matrix.
 template <Kind KIND, Act ACT, bool BIAS, int MN_B, bool GATHERED, int CLUSTER>
 __device__ __forceinline__ void rows_body(const RowsArgs& p) {
     constexpr int STAGES = 5;
@@ -406,24 +413,25 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
                 return make_int4(at[0], at[1], at[2], r / size);
             });
         } else if (GATHERED && warp >= 2) {
-            const int top = (warp - 2) * 64 + lane / 8;
+            // a warp copies 64 rows, four at a time: 8 lanes for the 64 columns of each; a lane knows where two rows come from
+            const int top = (warp - 2) * 64, own = lane / 8;
             for (int i = 0;; ++i) {
                 const Tile tile = hear(m, i, lane == 0);
                 if (tile.expert < 0) break;
-                const int rows = rows_of(tile);
-                const long long* index = p.index + row_of(tile);
-                unsigned source[16];
-#pragma unroll
-                for (int j = 0; j < 16; ++j)
-                    source[j] = top + 4 * j < rows ? static_cast<unsigned>(index[top + 4 * j]) / p.per_row : 0;
+                const int left = rows_of(tile) - top;
+                const long long* index = p.index + row_of(tile) + top + lane;
+                const unsigned upper = lane < left ? static_cast<unsigned>(*index) / p.per_row : 0;
+                const unsigned lower = lane + 32 < left ? static_cast<unsigned>(index[32]) / p.per_row : 0;
                 const __nv_bfloat16* x = p.x + lane % 8 * 8;
                 for (int s = 0; s < steps; ++s, x += kDepth) {
                     ptx::wait(m.empty(ring.stage), ring.phase ^ 1);
-                    const uint32_t to = m.a(ring.stage) + top * 128;
-#pragma unroll
-                    for (int j = 0; j < 16; ++j)
-                        if (top + 4 * j < rows)
-                            ptx::copy16(to + j * 512 + (((lane % 8) ^ (lane / 8 + 4 * (j & 1))) << 4), x + source[j] * p.stride);
+                    const uint32_t to = m.a(ring.stage) + (top + own) * 128;
+#pragma unroll 8
+                    for (int j = 0; j < 16; ++j) {
+                        const unsigned row = __shfl_sync(~0u, j < 8 ? upper : lower, 4 * (j % 8) + own);
+                        if (4 * j + own < left)
+                            ptx::copy16(to + j * 512 + (((lane % 8) ^ (own + 4 * (j & 1))) << 4), x + row * p.stride);
+                    }
                     ptx::arrive_after_copies(m.full(ring.stage));
                     ring.next();
                 }
@@ -473,6 +481,7 @@ __device__ __forceinline__ void store_wgrad(float (&d)[96], __nv_bfloat16* out, 
     }
 }
 
+/// The sum over an expert's rows of a gathered row times a dense one.
 template <bool TRANSPOSED, int CLUSTER>
 __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
     constexpr int STAGES = TRANSPOSED ? 4 : 5;
@@ -527,7 +536,7 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
                     ahead = lane < left - kDepth ? *index : 0;  // a stage early: the copies wait for it
                     ptx::wait(m.empty(ring.stage), ring.phase ^ 1);
                     const uint32_t to = m.a(ring.stage) + c / 8 * (kDepth * 128) + (top + lane / 16) * 128;
-#pragma unroll
+#pragma unroll 8
                     for (int j = 0; j < 16; ++j) {
                         const unsigned row = __shfl_sync(~0u, source, 2 * j + lane / 16);
                         if (held && 2 * j + lane / 16 < left)
@@ -624,6 +633,7 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
 ROWS(up_silu, Kind::kGated, Act::kSilu, false, 0, true)
 ROWS(up_clamped_bias, Kind::kInterleaved, Act::kClamped, true, 1, true)
 ROWS(rows, Kind::kPlain, Act::kNone, false, 0, false)
+ROWS(rows_bias, Kind::kPlain, Act::kNone, true, 0, false)
 ROWS(rows_in_out, Kind::kPlain, Act::kNone, false, 1, false)
 ROWS(rows_bias_in_out, Kind::kPlain, Act::kNone, true, 1, false)
 ROWS(rows_gathered, Kind::kPlain, Act::kNone, false, 0, true)
