@@ -1,6 +1,6 @@
-"""Grouped matmuls for Hopper in CUDA C++ (``cuda/grouped.cu``), a core of the fused families for bf16: ping-pong tiles of
-128 x 192, and clusters of two programs that share what both read of the weights. Forms that it has no kernel for are left
-to the next core.
+"""Grouped matmuls for Hopper in CUDA C++ (``cuda/grouped.cu``), a core of the fused families for bf16: ping-pong tiles
+of 128 x 192, and clusters of two programs that share what both read of the weights. Forms that it has no kernel for are
+left to the next core.
 
 ``tiles`` as in ``wgmma.py``, with up to 128 rows for each program of a cluster.
 """
@@ -121,8 +121,10 @@ def clamped(activation: str) -> tuple[float, float] | None:
     """(alpha, limit) where ``activation`` is (clamp(u, -limit, limit) + 1) * g' * sigmoid(alpha * g'), g' = min(g,
     limit), else None."""
     factors = _factors(parse(activation))
-    found = [pattern.match(factor) for pattern, factor in zip(_CLAMPED, factors)]
-    if len(factors) != len(_CLAMPED) or not all(found):
+    if len(factors) != len(_CLAMPED):
+        return None
+    found = [pattern.match(factor) for pattern, factor in zip(_CLAMPED, factors, strict=True)]
+    if not all(found):
         return None
     low, *limits, alpha = (float(number) for match in found if match for number in match.groups())
     return (alpha, limits[0]) if {*limits, -low} == {limits[0]} and limits[0] > 0 else None

@@ -1,5 +1,5 @@
-"""Kernels compiled ahead of time, launched through the CUDA driver that PyTorch has loaded: no compiler, no header and no
-package beside it is needed. ``grouped.cubin`` is ``grouped.cu`` compiled for sm_90a by ``make cubin``."""
+"""Kernels compiled ahead of time, launched through the CUDA driver that PyTorch has loaded: no compiler, no header and
+no package beside it is needed. ``grouped.cubin`` is ``grouped.cu`` compiled for sm_90a by ``make cubin``."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class WgradArgs(ctypes.Structure):
 
 
 def tensor_map(t: Tensor, rows: int, columns: int) -> TensorMap:
-    """Boxes of ``rows`` x ``columns`` of the bf16 matrix ``t``, whose rows start at multiples of 16 bytes; columns lie side
-    by side. Outside ``t`` a box is zero. Raises RuntimeError where the driver refuses."""
+    """Boxes of ``rows`` x ``columns`` of the bf16 matrix ``t``, whose rows start at multiples of 16 bytes; columns lie
+    side by side. Outside ``t`` a box is zero. Raises RuntimeError where the driver refuses."""
     room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 64)
     at = -(-ctypes.addressof(room) // 64) * 64  # the driver wants 64 bytes of alignment
     sizes = (ctypes.c_uint64 * 2)(t.shape[1], t.shape[0])

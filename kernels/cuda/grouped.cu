@@ -122,13 +122,14 @@ __device__ void arrive_everywhere(uint32_t barrier) {
         for (uint32_t rank = 0; rank < CLUSTER; ++rank) ptx::arrive_at(barrier, rank);
 }
 
-/// The i-th tile of this cluster, by one thread or by a whole warp; ``expert`` is negative after the last.
-template <class M>
-__device__ Tile hear(const M& m, int i, bool speaks) {
+/// The i-th tile of this cluster, for one thread or for a whole warp; ``expert`` is negative after the last.
+template <bool WARP, class M>
+__device__ Tile hear(const M& m, int i) {
     const int slot = i % kSlots;
-    ptx::wait(m.told(slot), (i / kSlots) & 1);
+    ptx::wait_cluster(m.told(slot), (i / kSlots) & 1);
     const Tile tile(ptx::load16(m.slot(slot)));
-    if (speaks) ptx::arrive_at(m.heard(slot), 0);
+    if constexpr (WARP) __syncwarp();
+    if (!WARP || threadIdx.x % 32 == 0) ptx::arrive_at(m.heard(slot), 0);
     return tile;
 }
 
@@ -146,7 +147,7 @@ __device__ void hand_out(const M& m, int* counters, int total, Decode decode) {
         ptx::wait(m.heard(slot), ((i / kSlots) & 1) ^ 1);
         for (uint32_t rank = 0; rank < CLUSTER; ++rank) {
             ptx::store_at(m.slot(slot), rank, tile);
-            ptx::arrive_at(m.told(slot), rank);
+            ptx::release_at(m.told(slot), rank);
         }
         if (last) break;
     }
@@ -385,7 +386,7 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
         if (warp == 0 && lane == 0) {
             ptx::prefetch_map(&p.b);
             for (int i = 0;; ++i) {
-                const Tile tile = hear(m, i, true);
+                const Tile tile = hear<false>(m, i);
                 if (tile.expert < 0) break;
                 const bool own = !GATHERED && rows_of(tile) > 0;
                 int first = tile.column * kColumns, second = first + kPart;
@@ -416,7 +417,7 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
             // a warp copies 64 rows, four at a time: 8 lanes for the 64 columns of each; a lane knows where two rows come from
             const int top = (warp - 2) * 64, own = lane / 8;
             for (int i = 0;; ++i) {
-                const Tile tile = hear(m, i, lane == 0);
+                const Tile tile = hear<true>(m, i);
                 if (tile.expert < 0) break;
                 const int left = rows_of(tile) - top;
                 const long long* index = p.index + row_of(tile) + top + lane;
@@ -442,7 +443,7 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
         float d[2][96];
         const uint32_t place = m.results() + (group * 4 + warp) * 16 * kPitch;
         for (int i = 0;; ++i) {
-            const Tile tile = hear(m, i, lane == 0);
+            const Tile tile = hear<true>(m, i);
             if (tile.expert < 0) break;
             if ((i & 1) != group) {
                 ring.skip(steps);
@@ -502,7 +503,7 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
         if (warp == 0 && lane == 0) {
             ptx::prefetch_map(&p.b);
             for (int i = 0;; ++i) {
-                const Tile tile = hear(m, i, true);
+                const Tile tile = hear<false>(m, i);
                 if (tile.expert < 0) break;
                 const int column = first_column(tile);
                 for (int done = 0; done < tile.rows; done += kDepth) {
@@ -522,7 +523,7 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
             // a warp copies 32 rows of depth, two at a time: 16 lanes for the 128 columns of each
             const int top = (warp - 2) * 32, c = lane % 16;
             for (int i = 0;; ++i) {
-                const Tile tile = hear(m, i, lane == 0);
+                const Tile tile = hear<true>(m, i);
                 if (tile.expert < 0) break;
                 const int column = first_row(tile) + c * 8;
                 const bool held = column < p.rows;
@@ -552,7 +553,7 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
         float d[2][96];
         const uint32_t place = m.results() + (TRANSPOSED ? group * kPart * kPitchT : (group * 4 + warp) * 16 * kPitch);
         for (int i = 0;; ++i) {
-            const Tile tile = hear(m, i, lane == 0);
+            const Tile tile = hear<true>(m, i);
             if (tile.expert < 0) break;
             const int whole = tile.rows / kDepth, rest = tile.rows % kDepth;
             if ((i & 1) != group) {

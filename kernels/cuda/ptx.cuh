@@ -23,8 +23,17 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/// The same on the barrier at this address in program ``rank`` of the cluster; releases at the scope of the cluster.
+/// The same on the barrier at this address in program ``rank`` of the cluster. Orders nothing that other programs read
+/// with ordinary loads: a release at the scope of the cluster waits for every store of the thread to global memory.
 __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
+    asm volatile(
+        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
+        " mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier), "r"(rank)
+        : "memory");
+}
+
+/// The same; what this thread has stored is visible to those that :func:`wait_cluster` on the barrier.
+__device__ __forceinline__ void release_at(uint32_t barrier, uint32_t rank) {
     asm volatile(
         "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
         " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(barrier), "r"(rank)
@@ -41,8 +50,17 @@ __device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-/// Waits until the phase of this parity is complete; acquires at the scope of the cluster.
+/// Waits until the phase of this parity is complete.
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{ .reg .pred done; again:"
+        " mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
+        " @!done bra again; }" ::"r"(barrier), "r"(parity)
+        : "memory");
+}
+
+/// The same, for what other programs of the cluster stored before they arrived. Empties the first level cache.
+__device__ __forceinline__ void wait_cluster(uint32_t barrier, uint32_t parity) {
     asm volatile(
         "{ .reg .pred done; again:"
         " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;"
