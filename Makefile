@@ -1,15 +1,16 @@
-# make demo | test | lint | wheel-check | test-matrix | fuzz: each sets up what it needs, repeats are instant.
+# make demo | test | lint | wheel-check | test-matrix | fuzz | cubin: each sets up what it needs, repeats are instant.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 JOBS ?= 2
 COUNT ?= 2000
+NVCC ?= nvcc
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := -m pip --disable-pip-version-check install -q
 STAMP := $(VENV)/.stamp
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help setup demo test test-slow lint wheel-check test-matrix fuzz clean
+.PHONY: help setup demo test test-slow lint wheel-check test-matrix fuzz cubin clean
 
 help:
 	@echo "make demo         train a small Mixture-of-Experts model eager, under Inductor and under megamoe"
@@ -18,6 +19,7 @@ help:
 	@echo "make lint         ruff and mypy --strict"
 	@echo "make fuzz         $(COUNT) generated graphs against eager, with a summary as JSON"
 	@echo "make wheel-check  build the wheel and test it from another folder in an environment of its own"
+	@echo "make cubin        compile the CUDA C++ kernels (CUDA 13.0's nvcc)"
 	@echo "make test-matrix  the sample in one environment for each supported torch and transformers"
 
 # torch goes first and alone: any other package's range would pull whichever build the index holds as newest.
@@ -60,6 +62,11 @@ wheel-check: $(STAMP)-dev
 
 test-matrix:
 	@PYTHON="$(PYTHON)" bash .ci/test-matrix $(CELLS)
+
+cubin: kernels/cuda/grouped.cubin
+
+kernels/cuda/grouped.cubin: kernels/cuda/grouped.cu kernels/cuda/ptx.cuh
+	$(NVCC) -std=c++17 -O3 -cubin -gencode=arch=compute_90a,code=sm_90a -o $@ $<
 
 clean:
 	rm -rf $(VENV) .venvs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
