@@ -146,9 +146,8 @@ def main() -> None:
                 reference = got if reference is None else reference
                 off = float((got - reference).abs().max() / reference.abs().max())
                 del got
-                report(
-                    f"{shape} {name} {label}", 2 * m * n * k, lambda f=fn, c=core: f(c), args.seconds, f"off {off:.1e}"
-                )
+                run = functools.partial(fn, core)
+                report(f"{shape} {name} {label}", 2 * m * n * k, run, args.seconds, f"off {off:.1e}")
 
 
 if __name__ == "__main__":
