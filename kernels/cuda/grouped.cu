@@ -88,7 +88,7 @@ template <int STAGES, int RESULTS>
 struct Memory {
     uint32_t base;
     static constexpr int kBarriers = STAGES * (kBytesA + kBytesB) + RESULTS;
-    static constexpr int kBytes = kBarriers + kSlots * 16 + (2 * STAGES + 2 * kSlots) * 8;
+    static constexpr int kBytes = kBarriers + kSlots * 16 + (2 * STAGES + 2 * kSlots + 2) * 8;
     __device__ uint32_t a(int s) const { return base + s * (kBytesA + kBytesB); }
     __device__ uint32_t b(int s) const { return a(s) + kBytesA; }
     __device__ uint32_t results() const { return base + STAGES * (kBytesA + kBytesB); }
@@ -97,6 +97,7 @@ struct Memory {
     __device__ uint32_t empty(int s) const { return full(STAGES + s); }
     __device__ uint32_t told(int i) const { return full(2 * STAGES + i); }
     __device__ uint32_t heard(int i) const { return full(2 * STAGES + kSlots + i); }
+    __device__ uint32_t passed(int group) const { return full(2 * STAGES + 2 * kSlots + group); }
 };
 
 /// The place in the ring and the parity of its phase.
@@ -168,6 +169,7 @@ __device__ void set_up(const M& m) {
             ptx::init(m.told(i), 1);
             ptx::init(m.heard(i), (1 + 8 + (GATHERED ? 2 : 0)) * CLUSTER);
         }
+        for (int group = 0; group < 2; ++group) ptx::init(m.passed(group), 4);
         ptx::fence_init();
     }
     __syncthreads();
@@ -289,9 +291,23 @@ __device__ __forceinline__ void start(float (&d)[2][96], uint32_t a, uint32_t b,
     }
 }
 
+/// Before tile i: until the other warpgroup has seen every stage of tile i - 1. A parity tells a phase from the one before
+/// only, so whoever skips those stages would take their first filling for its own.
+template <class M>
+__device__ __forceinline__ void take_turn(const M& m, int i, int group) {
+    if (i > 0) ptx::wait(m.passed(group ^ 1), (i - 1) / 2 & 1);
+}
+
+/// The end of that turn, for a warp.
+__device__ __forceinline__ void pass(uint32_t passed, int lane) {
+    __syncwarp();
+    if (lane == 0) ptx::arrive(passed);
+}
+
 /// ``steps`` whole stages into d, ``HALVES`` blocks of 64 rows. A stage is given back one later, when nothing reads it.
 template <int HALVES, int CLUSTER, int STAGES, int MN_A, int MN_B, bool GATHERED, class M>
-__device__ __forceinline__ void multiply(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int steps, int lane) {
+__device__ __forceinline__ void multiply(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int steps, int lane,
+                                         uint32_t passed) {
     int before = 0;
     for (int s = 0; s < steps; ++s) {
         ptx::wait(m.full(ring.stage), ring.phase);
@@ -308,6 +324,7 @@ __device__ __forceinline__ void multiply(float (&d)[2][96], const M& m, Ring<STA
         before = ring.stage;
         ring.next();
     }
+    if (passed != 0) pass(passed, lane);
     ptx::mma_wait<0>();
     if (steps > 0 && lane == 0) arrive_everywhere<CLUSTER>(m.empty(before));
 }
@@ -316,7 +333,7 @@ __device__ __forceinline__ void multiply(float (&d)[2][96], const M& m, Ring<STA
 /// operands become zero there, since 0 * NaN is not.
 template <int CLUSTER, int STAGES, class M>
 __device__ __forceinline__ void multiply_tail(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int rows, bool accumulate,
-                                              int lane) {
+                                              int lane, uint32_t passed) {
     constexpr int kChunks = (kRows + kColumns) / 8;
     ptx::wait(m.full(ring.stage), ring.phase);
     const uint32_t a = m.a(ring.stage), b = m.b(ring.stage);
@@ -327,6 +344,7 @@ __device__ __forceinline__ void multiply_tail(float (&d)[2][96], const M& m, Rin
     }
     ptx::fence_async();
     ptx::sync(1 + threadIdx.x / 128, 128);
+    pass(passed, lane);
 #pragma unroll 1
     for (int k = 0; k < blocks; ++k) {
         ptx::mma_fence();
@@ -449,13 +467,14 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
                 ring.skip(steps);
                 continue;
             }
+            take_turn(m, i, group);
             const int rows = rows_of(tile), row = row_of(tile) + warp * 16;
             if (rows > 64) {
-                multiply<2, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane);
+                multiply<2, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, m.passed(group));
                 store_rows<KIND, ACT, BIAS>(d[0], p, tile, row, 16, place, lane);
                 store_rows<KIND, ACT, BIAS>(d[1], p, tile, row + 64, rows - 64 - warp * 16, place, lane);
             } else if (rows > 0) {
-                multiply<1, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane);
+                multiply<1, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, m.passed(group));
                 store_rows<KIND, ACT, BIAS>(d[0], p, tile, row, rows - warp * 16, place, lane);
             } else {
                 for (int s = 0; s < steps; ++s, ring.next()) {
@@ -463,6 +482,7 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
                     __syncwarp();
                     if (lane == 0) arrive_everywhere<CLUSTER>(m.empty(ring.stage));
                 }
+                pass(m.passed(group), lane);
             }
         }
     }
@@ -560,9 +580,10 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
                 ring.skip(whole + (rest > 0));
                 continue;
             }
-            multiply<2, CLUSTER, STAGES, 1, 1, true>(d, m, ring, whole, lane);
+            take_turn(m, i, group);
+            multiply<2, CLUSTER, STAGES, 1, 1, true>(d, m, ring, whole, lane, rest > 0 ? 0 : m.passed(group));
             if (rest > 0) {
-                multiply_tail<CLUSTER>(d, m, ring, rest, whole > 0, lane);
+                multiply_tail<CLUSTER>(d, m, ring, rest, whole > 0, lane, m.passed(group));
             } else if (whole == 0) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
