@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from moe_inductor.kernels.cuda.driver import RowsArgs, Tiles, WgradArgs
+from moe_inductor.kernels.family import Gather
+from moe_inductor.spec import Halves
 from tests.emulate.host import (
     PART,
     TALL,
     Guarded,
     Lanes,
     Machine,
-    RowsArgs,
-    Tiles,
-    WgradArgs,
     build,
     cluster_of,
     kernel_names,
@@ -143,7 +143,7 @@ def check_rows(
     h = Guarded((total + SPARE, columns))
     args = RowsArgs(
         b=tensor_map(stored.flatten(0, 1), 64 // cluster if kernel.in_out else PART),
-        tiles=Tiles(tiles.data_ptr(), counters.data_ptr(), 0, experts),
+        tiles=Tiles(tiles.data_ptr(), counters.data_ptr(), None, experts),
         per_row=per_row,
         out=out.value.data_ptr(),
         h=h.value.data_ptr() if kernel.gated and saved else 0,
@@ -309,3 +309,106 @@ def test_weight_gradients_over_more_steps_than_the_ring_has_stages(machine: Mach
 def test_no_tiles_leave_everything_as_it_was(machine: Machine, cluster: int) -> None:
     for kernel in ROWS[:3]:
         check_rows(machine, kernel, f"{kernel.name}_{cluster}", (0, 0), 192, 64, per_row=1, grid=4, seed=0)
+
+
+@pytest.fixture(params=[1, 2], ids=["alone", "pairs"])
+def core(request: pytest.FixtureRequest, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> object:
+    """pingpong.py on the emulated machine."""
+    pingpong = pytest.importorskip("moe_inductor.kernels.pingpong", reason="needs Triton")
+
+    def launch(name: str, args: RowsArgs | WgradArgs, programs: int, device: torch.device) -> None:
+        error = machine.run(name, args, grid=programs, seed=len(name))
+        assert error == "", error
+
+    monkeypatch.setattr(pingpong, "CLUSTER", request.param)
+    monkeypatch.setattr(pingpong, "launch", launch)
+    monkeypatch.setattr(pingpong, "tensor_map", tensor_map)
+    monkeypatch.setattr(pingpong, "largest_first", lambda ends: ends.diff(prepend=ends.new_zeros(1)).argsort().int())
+    monkeypatch.setattr(pingpong, "_programs", lambda device: 4)
+    return pingpong
+
+
+CLAMPED = (
+    f"mul(mul(sigmoid(mul(clamp_max(g, {LIMIT}), {ALPHA})), clamp_max(g, {LIMIT})), "
+    f"add(clamp_max(clamp_min(u, -{LIMIT}), {LIMIT}), 1.0))"
+)
+
+
+@pytest.mark.parametrize("form", ["swiglu", "swapped", "clamped"])
+def test_the_core_multiplies_and_activates(core, form: str) -> None:
+    torch.manual_seed(0)
+    counts, depth, inter = (70, 0, 200, 131), 128, 112
+    experts, total = len(counts), sum(counts)
+    x, w = eighths(total, depth), eighths(experts, 2 * inter, depth)
+    bias = eighths(experts, 2 * inter) if form == "clamped" else None
+    halves = {"swiglu": Halves.GATE_UP, "swapped": Halves.UP_GATE, "clamped": Halves.INTERLEAVED}[form]
+    activation = CLAMPED if form == "clamped" else "swiglu"
+    inner = w.mT.contiguous() if form == "clamped" else w.mT
+    order = torch.randperm(2 * total)[:total]
+    tall = core.tile_rows(total, experts, x.dtype)
+    listed = row_tiles(counts, tall, 0)
+    tiles = listed, torch.tensor([len(listed), 0, 0], dtype=torch.int32)
+    assert core.takes_up(x, inner, bias, activation, halves)
+    a, h = core.up(x, Gather(order, 2), inner, bias, activation, halves, tiles, save=True)
+    owner = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts))
+    exact = torch.einsum("nk,nwk->nw", x[order // 2].double(), w[owner].double())
+    want = (exact + (0 if bias is None else bias[owner].double())).bfloat16()
+    assert steps_apart(h, want) == 0
+    if form == "swapped":
+        want = torch.cat(want.chunk(2, 1)[::-1], 1)
+    assert steps_apart(a, activated("interleaved" if form == "clamped" else "halves", want).bfloat16()) <= 1
+    alone, none = core.up(x, Gather(order, 2), inner, bias, activation, halves, tiles, save=False)
+    assert none is None and torch.equal(alone, a)
+
+
+def test_the_core_takes_only_what_it_has_a_kernel_for(core) -> None:
+    x, w = eighths(64, 128), eighths(4, 192, 128)
+    bias = eighths(4, 192)
+    for halves, activation, with_bias, inner, taken in (
+        (Halves.GATE_UP, "mul(u, silu(g))", None, w.mT, True),
+        (Halves.GATE_UP, "geglu", None, w.mT, False),
+        (Halves.GATE_UP, "swiglu", bias, w.mT, False),
+        (Halves.GATE_UP, "swiglu", None, w.mT.contiguous(), False),
+        (Halves.INTERLEAVED, CLAMPED, bias, w.mT.contiguous(), True),
+        (Halves.INTERLEAVED, CLAMPED.replace(f"-{LIMIT}", "-2.5"), bias, w.mT.contiguous(), False),
+        (Halves.INTERLEAVED, "swiglu", bias, w.mT.contiguous(), False),
+        (Halves.SINGLE, "silu", None, w.mT, False),
+    ):
+        assert core.takes_up(x, inner, with_bias, activation, halves) is taken, (halves, activation)
+    assert core.takes(x, w.mT) and core.takes(x, w.mT.contiguous())
+    assert not core.takes(x[:, :96], w.mT[:, :96]), "depth"
+    assert not core.takes(x.half(), w.mT.half()), "dtype"
+    assert not core.takes(x.flatten()[1:-127].view(63, 128), w.mT), "alignment"
+    assert core.takes_wgrad(x, w[0]) and not core.takes_wgrad(x[:, :100], w[0]) and not core.takes_wgrad(x.half(), w[0])
+
+
+@pytest.mark.parametrize("in_out", [False, True])
+@pytest.mark.parametrize("form", ["dense", "gathered", "biased"])
+def test_the_core_multiplies_rows(core, form: str, in_out: bool) -> None:
+    torch.manual_seed(1)
+    counts, depth, columns = (30, 290, 64), 192, 256
+    experts, total = len(counts), sum(counts)
+    x, w = eighths(total, depth), eighths(experts, columns, depth)
+    bias = eighths(experts, columns) if form == "biased" else None
+    gather = Gather(torch.randperm(3 * total)[:total], 3) if form == "gathered" else None
+    listed = row_tiles(counts, core.tile_rows(total, experts, x.dtype), 1)
+    tiles = listed, torch.tensor([len(listed), 0, 0], dtype=torch.int32)
+    got = core.rows_mm(x, gather, w.mT.contiguous() if in_out else w.mT, bias, tiles)
+    owner = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts))
+    read = x if gather is None else x[gather.index // 3]
+    want = torch.einsum("nk,nwk->nw", read.double(), w[owner].double())
+    assert steps_apart(got, (want + (0 if bias is None else bias[owner].double())).bfloat16()) == 0
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_core_makes_weight_gradients(core, transposed: bool) -> None:
+    torch.manual_seed(2)
+    counts, m, n = (30, 0, 290, 64), 192, 256
+    total = sum(counts)
+    x, dense = eighths(total, m), eighths(total, n)
+    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0).to(torch.int32)
+    gather = Gather(torch.randperm(3 * total)[:total], 3)
+    got = core.wgrad(x, gather, dense, ends, transposed=transposed)
+    read = x[gather.index // 3].double().split(list(counts))
+    want = torch.stack([a.T @ b for a, b in zip(read, dense.double().split(list(counts)), strict=True)]).bfloat16()
+    assert steps_apart(got.mT if transposed else got, want) == 0

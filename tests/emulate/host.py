@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from moe_inductor.kernels.cuda.driver import RowsArgs, TensorMap, WgradArgs
+
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "kernels" / "cuda" / "grouped.cu"
 MAP_MAGIC = 0x6D61702D656D756C
@@ -27,6 +29,8 @@ class Lanes(IntEnum):
 
 
 class Map(ctypes.Structure):
+    """What cuda.h beside this file makes of a CUtensorMap."""
+
     _fields_ = [
         ("magic", ctypes.c_uint64),
         ("base", ctypes.c_uint64),
@@ -39,54 +43,11 @@ class Map(ctypes.Structure):
     ]
 
 
-class Tiles(ctypes.Structure):
-    _fields_ = [
-        ("list", ctypes.c_uint64),
-        ("counters", ctypes.c_uint64),
-        ("ends", ctypes.c_uint64),
-        ("experts", ctypes.c_int),
-    ]
-
-
-class RowsArgs(ctypes.Structure):
-    _fields_ = [
-        ("a", Map),
-        ("b", Map),
-        ("tiles", Tiles),
-        ("x", ctypes.c_uint64),
-        ("stride", ctypes.c_longlong),
-        ("index", ctypes.c_uint64),
-        ("per_row", ctypes.c_uint),
-        ("out", ctypes.c_uint64),
-        ("h", ctypes.c_uint64),
-        ("bias", ctypes.c_uint64),
-        ("depth", ctypes.c_int),
-        ("columns", ctypes.c_int),
-        ("gate", ctypes.c_int),
-        ("up", ctypes.c_int),
-        ("alpha", ctypes.c_float),
-        ("limit", ctypes.c_float),
-    ]
-
-
-class WgradArgs(ctypes.Structure):
-    _fields_ = [
-        ("b", Map),
-        ("tiles", Tiles),
-        ("x", ctypes.c_uint64),
-        ("stride", ctypes.c_longlong),
-        ("index", ctypes.c_uint64),
-        ("per_row", ctypes.c_uint),
-        ("out", ctypes.c_uint64),
-        ("rows", ctypes.c_int),
-        ("columns", ctypes.c_int),
-    ]
-
-
-def tensor_map(rows: torch.Tensor, box_rows: int) -> Map:
-    """Boxes of 64 columns and ``box_rows`` rows over ``rows``, [rows, columns] in bf16."""
-    assert rows.dim() == 2 and rows.stride(1) == 1 and rows.dtype == torch.bfloat16
-    return Map(MAP_MAGIC, rows.data_ptr(), rows.shape[1], rows.shape[0], rows.stride(0) * 2, BOX, box_rows)
+def tensor_map(t: torch.Tensor, rows: int, columns: int = BOX) -> TensorMap:
+    """Stands for the function of that name in driver.py."""
+    assert t.dim() == 2 and t.stride(1) == 1 and t.dtype == torch.bfloat16
+    made = Map(MAP_MAGIC, t.data_ptr(), t.shape[1], t.shape[0], t.stride(0) * 2, columns, rows)
+    return TensorMap.from_buffer_copy(made)
 
 
 @dataclass
