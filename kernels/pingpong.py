@@ -22,8 +22,8 @@ from .rowwise import largest_first
 
 #: Programs that share weights: 1 or 2.
 CLUSTER = 2
-#: Rows of a program's tile, columns that are loaded at a time, depth of a stage.
-ROWS, PART, DEPTH = 128, 96, 64
+#: Rows and columns of a program's tile, columns that are loaded at a time, depth of a stage.
+ROWS, COLUMNS, PART, DEPTH = 128, 192, 96, 64
 
 _NUMBER = r"(-?[0-9.e+-]+)"
 #: The factors of gpt-oss's activation, in the order of their text.
@@ -88,6 +88,30 @@ def up(
     args.gate, args.up = (width // 2, 0) if halves is Halves.UP_GATE else (0, width // 2)
     _run(name, x, gather, w, bias, tiles, args)
     return a, h
+
+
+def takes_pull(dy: Tensor, w: Tensor, h: Tensor, activation: str, halves: Halves) -> bool:
+    """Whether there is a kernel for :func:`pull_mm`."""
+    form = _factors(parse(activation)) == ["silu(g)", "u"] and halves in (Halves.GATE_UP, Halves.UP_GATE)
+    return form and takes(dy, w) and h.dtype is dy.dtype and h.data_ptr() % 16 == 0
+
+
+def pull_mm(
+    dy: Tensor, gather: Gather, w: Tensor, h: Tensor, scale: Tensor | None, halves: Halves,
+    tiles: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dh [N, 2I], s * a [N, I], float32 [N, C]) of the activation of ``h`` [N, 2I], where da, the gradient of a before
+    the routing weight, is the rows of ``dy`` that ``gather`` reads times their expert's ``w`` [E, in, I], rounded. The
+    last sum to da . a over the columns. ``scale``: s, float32, a slot each; ``gather.index`` holds the slots. Rows of no
+    tile hold anything. For what :func:`takes_pull` takes."""
+    n, inter = gather.index.shape[0], w.shape[2]
+    dh, scaled = torch.empty_like(h), h.new_empty(n, inter)
+    dots = h.new_empty(n, -(-inter // COLUMNS), dtype=torch.float32)
+    args = RowsArgs(out=scaled.data_ptr(), h=dh.data_ptr(), saved=h.data_ptr(), dots=dots.data_ptr())
+    args.scale = None if scale is None else scale.data_ptr()
+    args.gate, args.up = (inter, 0) if halves is Halves.UP_GATE else (0, inter)
+    _run("pull_silu" + ("_in_out" if w.stride(2) == 1 else ""), dy, gather, w, None, tiles, args)
+    return dh, scaled, dots
 
 
 def wgrad(gathered: Tensor, gather: Gather, dense: Tensor, offsets: Tensor, *, transposed: bool) -> Tensor:

@@ -12,8 +12,8 @@ import pytest
 from moe_inductor.kernels.cuda import driver
 
 SOURCE = driver.CUBIN.with_suffix(".cu")
-#: Bytes of spills of a kernel: a loop-invariant offset or two of an epilogue, none in a loop over the depth.
-SPILLS = 64
+#: Bytes of spills of a kernel, as for the Gluon kernels: what an epilogue puts aside, nothing in a loop over the depth.
+SPILLS = 128
 
 
 @pytest.fixture(scope="module")

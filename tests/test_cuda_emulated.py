@@ -68,8 +68,11 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     return build(tmp_path_factory.mktemp("emulated"))
 
 
+PULLS = ("pull_silu", "pull_silu_in_out")  # by way of the core
+
+
 def test_every_kernel_of_the_source_is_tested() -> None:
-    assert kernel_names() == [k.name for k in ROWS] + list(WGRADS)
+    assert kernel_names() == [k.name for k in ROWS] + [*PULLS, *WGRADS]
 
 
 def eighths(*shape: int) -> torch.Tensor:
@@ -412,3 +415,35 @@ def test_the_core_makes_weight_gradients(core, transposed: bool) -> None:
     read = x[gather.index // 3].double().split(list(counts))
     want = torch.stack([a.T @ b for a, b in zip(read, dense.double().split(list(counts)), strict=True)]).bfloat16()
     assert steps_apart(got.mT if transposed else got, want) == 0
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("in_out", "swapped", "inter"), [(True, False, 232), (False, True, 192), (True, True, 48)])
+def test_the_core_pulls_gradients_through_the_activation(
+    core, in_out: bool, swapped: bool, inter: int, weighted: bool
+) -> None:
+    torch.manual_seed(3)
+    counts, depth = (70, 0, 200, 131), 384
+    experts, total = len(counts), sum(counts)
+    dy, w, h = eighths(total, depth), eighths(experts, inter, depth), eighths(total, 2 * inter)
+    order = torch.randperm(2 * total)[:total]
+    scale = torch.rand(2 * total) if weighted else None
+    listed = row_tiles(counts, core.tile_rows(total, experts, dy.dtype), 3)
+    tiles = listed, torch.tensor([len(listed), 0, 0], dtype=torch.int32)
+    halves = Halves.UP_GATE if swapped else Halves.GATE_UP
+    inner = w.mT.contiguous() if in_out else w.mT
+    assert core.takes_pull(dy, inner, h, "swiglu", halves) and not core.takes_pull(dy, inner, h, "geglu", halves)
+    dh, scaled, dots = core.pull_mm(dy, Gather(order, 2), inner, h, scale, halves, tiles)
+    owner = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts))
+    da = torch.einsum("nk,nwk->nw", dy[order // 2].double(), w[owner].double()).bfloat16().double()
+    leaf = h.double().requires_grad_()
+    gate, up = leaf.chunk(2, 1)[::-1] if swapped else leaf.chunk(2, 1)
+    a = gate * gate.sigmoid() * up
+    s = torch.ones(total, 1, dtype=torch.float64) if scale is None else scale[order, None].double()
+    a.backward(da * s)
+    assert leaf.grad is not None
+    assert steps_apart(scaled, (s * a).detach().bfloat16()) <= 1
+    # float32 arithmetic, rounded once to bf16; gradients near zero are differences of larger terms
+    torch.testing.assert_close(dh.double(), leaf.grad, rtol=2**-8, atol=1e-5)
+    assert dots.shape == (total, -(-inter // 192))
+    torch.testing.assert_close(dots.double().sum(1), (da * a.detach()).sum(1), rtol=1e-5, atol=1e-4)

@@ -15,6 +15,7 @@ CUBIN = Path(__file__).with_name("grouped.cubin")
 SHARED, THREADS = 232448, 384
 
 _BF16, _SWIZZLE_128B, _PROMOTE_256B = 9, 3, 3  # enumerators of CUtensorMap's dtype, swizzle and promotion to L2
+_PARAMETERS = 512  # bytes that the driver may read of the parameters, padding included
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -55,6 +56,9 @@ class RowsArgs(ctypes.Structure):
         ("up", ctypes.c_int),
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
+        ("saved", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("dots", ctypes.c_void_p),
     )
 
 
@@ -95,8 +99,7 @@ def tensor_map(t: Tensor, rows: int, columns: int) -> TensorMap:
 def launch(name: str, args: RowsArgs | WgradArgs, programs: int, device: torch.device) -> None:
     """Run kernel ``name`` with ``programs`` programs on the current stream of ``device``. Raises RuntimeError where the
     driver refuses."""
-    size = -(-ctypes.sizeof(args) // 64) * 64
-    room = ctypes.create_string_buffer(size + 64)
+    room = ctypes.create_string_buffer(_PARAMETERS + 64)
     at = -(-ctypes.addressof(room) // 64) * 64
     ctypes.memmove(at, ctypes.byref(args), ctypes.sizeof(args))
     parameters = (ctypes.c_void_p * 1)(at)

@@ -31,8 +31,11 @@ constexpr int kThreads = 384, kGatherers = 64;
 constexpr int kLoader = LOADER, kMultiplier = (504 - kLoader) / 2;  // registers of a thread
 constexpr int kPitch = kPart * 2 + 16;           // bytes of a row of results on their way out: no two rows in one bank
 constexpr int kPitchT = kRows * 2 + 16;          // the same, of a column
+constexpr int kSlice = 48, kPitchS = kSlice * 2 + 16;  // the same, where three results leave together
 
-enum class Kind { kPlain, kGated, kInterleaved };  // how columns make h: as they are, gate | up, or gate and up in turn
+// what becomes of a product: stored as it is; h, of columns gate | up, or gate and up in turn; the gradient of the
+// activation of an h that was saved, gate | up
+enum class Kind { kPlain, kGated, kInterleaved, kPull };
 enum class Act { kNone, kSilu, kClamped };
 
 }  // namespace
@@ -57,6 +60,10 @@ struct RowsArgs {
     int depth, columns;
     int gate, up;               // first columns of the two halves
     float alpha, limit;         // of the clamped activation
+    // kPull: ``columns`` are those of the product; out is the scaled activation, h the gradient of ``saved``
+    const __nv_bfloat16* saved;  // [N, 2 * columns]
+    const float* scale;          // the weight of slot index[r], or null for 1
+    float* dots;                 // [N, tiles of columns]: the sums of product * activation over the tile's columns
 };
 
 struct WgradArgs {
@@ -72,9 +79,10 @@ struct WgradArgs {
 
 // driver.py has the same fields
 static_assert(offsetof(RowsArgs, tiles) == 256 && offsetof(RowsArgs, x) == 288 && offsetof(RowsArgs, out) == 320 &&
-              offsetof(RowsArgs, depth) == 344 && offsetof(RowsArgs, limit) == 364 && sizeof(RowsArgs) == 384);
+              offsetof(RowsArgs, depth) == 344 && offsetof(RowsArgs, limit) == 364 &&
+              offsetof(RowsArgs, dots) == 384 && sizeof(RowsArgs) <= 512);
 static_assert(offsetof(WgradArgs, tiles) == 128 && offsetof(WgradArgs, x) == 160 && offsetof(WgradArgs, out) == 192 &&
-              offsetof(WgradArgs, columns) == 204 && sizeof(WgradArgs) == 256);
+              offsetof(WgradArgs, columns) == 204 && sizeof(WgradArgs) <= 512);
 
 namespace {
 
@@ -202,15 +210,17 @@ __device__ __forceinline__ void put(uint32_t place, const float* d, int lane) {
                                  ptx::pack(d[8 * j + 4], d[8 * j + 5]), ptx::pack(d[8 * j + 6], d[8 * j + 7]));
 }
 
-/// What :func:`put` left, ``rows`` of 16 rows and the columns below ``limit``, to ``to``, whose first column is ``column``.
+/// ``rows`` of 16 rows at ``place``, of ``COLUMNS`` in ``PITCH`` bytes, and the columns below ``limit``, to ``to``, whose
+/// first column is ``column``.
+template <int COLUMNS, int PITCH>
 __device__ __forceinline__ void flush(uint32_t place, __nv_bfloat16* to, long long stride, int rows, int column, int limit,
                                       int lane) {
     __syncwarp();
 #pragma unroll 3
-    for (int i = 0; i < 16 * kPart / 8 / 32; ++i) {
-        const int chunk = lane + 32 * i, row = chunk / (kPart / 8), c = chunk % (kPart / 8) * 8;
+    for (int i = 0; i < 16 * COLUMNS / 8 / 32; ++i) {
+        const int chunk = lane + 32 * i, row = chunk / (COLUMNS / 8), c = chunk % (COLUMNS / 8) * 8;
         if (row < rows && column + c < limit)
-            *reinterpret_cast<int4*>(to + row * stride + column + c) = ptx::load16(place + row * kPitch + c * 2);
+            *reinterpret_cast<int4*>(to + row * stride + column + c) = ptx::load16(place + row * PITCH + c * 2);
     }
     __syncwarp();
 }
@@ -246,13 +256,13 @@ __device__ __forceinline__ void store_rows(float (&d)[96], const RowsArgs& p, co
             for (int i = 0; i < 48; ++i) d[48 * half + i] = rounded(d[48 * half + i]);
             if (h != nullptr) {
                 put(place, d + 48 * half, lane);
-                flush(place, h + first, p.columns, rows, column, narrow, lane);
+                flush<kPart, kPitch>(place, h + first, p.columns, rows, column, narrow, lane);
             }
         }
 #pragma unroll
         for (int i = 0; i < 48; ++i) d[i] = activate<ACT>(d[i], d[48 + i], p.alpha, p.limit);
         put(place, d, lane);
-        flush(place, out, narrow, rows, column, narrow, lane);
+        flush<kPart, kPitch>(place, out, narrow, rows, column, narrow, lane);
     } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -263,7 +273,7 @@ __device__ __forceinline__ void store_rows(float (&d)[96], const RowsArgs& p, co
             __nv_bfloat16* to = KIND == Kind::kPlain ? out : h;
             if (to != nullptr) {
                 put(place, d + 48 * half, lane);
-                flush(place, to, p.columns, rows, column, p.columns, lane);
+                flush<kPart, kPitch>(place, to, p.columns, rows, column, p.columns, lane);
             }
         }
         if constexpr (KIND == Kind::kInterleaved) {
@@ -275,8 +285,76 @@ __device__ __forceinline__ void store_rows(float (&d)[96], const RowsArgs& p, co
                 ptx::store2(at + i * 8, static_cast<uint16_t>(ptx::pack(top, 0.0f)));
                 ptx::store2(at + 8 * kPitch + i * 8, static_cast<uint16_t>(ptx::pack(low, 0.0f)));
             }
-            flush(place, out, narrow, rows, tile.column * kPart, narrow, lane);
+            flush<kPart, kPitch>(place, out, narrow, rows, tile.column * kPart, narrow, lane);
         }
+    }
+}
+
+/// 16 rows of a slice of both halves of h on their way to ``place``, ``rows`` of them.
+__device__ __forceinline__ void fetch(uint32_t place, const RowsArgs& p, long long row, int rows, int column, int lane) {
+    const __nv_bfloat16* h = p.saved + row * 2 * p.columns + column;
+#pragma unroll
+    for (int i = 0; i < 16 * kSlice / 8 / 32; ++i) {
+        const int chunk = lane + 32 * i, r = chunk / (kSlice / 8), c = chunk % (kSlice / 8) * 8;
+        if (r < rows && column + c < p.columns) {
+            const __nv_bfloat16* from = h + static_cast<long long>(r) * 2 * p.columns + c;
+            ptx::copy16(place + r * kPitchS + c * 2, from + p.gate);
+            ptx::copy16(place + 16 * kPitchS + r * kPitchS + c * 2, from + p.up);
+        }
+    }
+}
+
+/// Two columns of da: the gate and the up at ``at`` become their gradients, scale * a follows them, and ``dot`` grows by
+/// da * a where ``held``. da is rounded, as a product of its own would be.
+__device__ __forceinline__ void pull_pair(float low, float high, float& dot, uint32_t at, float scale, bool held) {
+    const float2 g = ptx::unpack(ptx::load4(at)), u = ptx::unpack(ptx::load4(at + 16 * kPitchS));
+    low = rounded(low), high = rounded(high);
+    const float s0 = sigmoid(g.x), s1 = sigmoid(g.y);
+    const float b0 = g.x * s0, b1 = g.y * s1, a0 = b0 * u.x, a1 = b1 * u.y;
+    ptx::store4(at + 32 * kPitchS, ptx::pack(a0 * scale, a1 * scale));
+    if (held) dot += low * a0 + high * a1;
+    low *= scale, high *= scale;
+    ptx::store4(at, ptx::pack(low * u.x * (s0 + b0 * (1.0f - s0)), high * u.y * (s1 + b1 * (1.0f - s1))));
+    ptx::store4(at + 16 * kPitchS, ptx::pack(low * b0, high * b1));
+}
+
+/// The gradients of 64 rows, of which a warp holds 16 x 192 of da. ``fetched``: the first slice of h is under way.
+__device__ __forceinline__ void pull_rows(const float (&d)[96], const RowsArgs& p, const Tile& tile, int row, int rows,
+                                          uint32_t place, bool fetched, int lane) {
+    float scale[2] = {1.0f, 1.0f}, dot[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int low = 0; low < 2; ++low) {
+        const int r = lane / 4 + 8 * low;
+        if (p.scale != nullptr && r < rows) scale[low] = p.scale[p.index[row + r]];
+    }
+    __nv_bfloat16* dh = p.h + static_cast<long long>(row) * 2 * p.columns;
+    __nv_bfloat16* scaled = p.out + static_cast<long long>(row) * p.columns;
+#pragma unroll
+    for (int slice = 0; slice < kColumns / kSlice; ++slice) {
+        const int column = tile.column * kColumns + slice * kSlice;
+        if (slice || !fetched) fetch(place, p, row, rows, column, lane);
+        ptx::wait_copies();
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kSlice / 8; ++i) {
+            const bool held = column + 8 * i < p.columns;
+            const uint32_t at = place + lane / 4 * kPitchS + i * 16 + lane % 4 * 4;
+            const float* v = d + slice * (kSlice / 2) + 4 * i;
+            pull_pair(v[0], v[1], dot[0], at, scale[0], held);
+            pull_pair(v[2], v[3], dot[1], at + 8 * kPitchS, scale[1], held);
+        }
+        flush<kSlice, kPitchS>(place, dh + p.gate, 2 * p.columns, rows, column, p.columns, lane);
+        flush<kSlice, kPitchS>(place + 16 * kPitchS, dh + p.up, 2 * p.columns, rows, column, p.columns, lane);
+        flush<kSlice, kPitchS>(place + 32 * kPitchS, scaled, p.columns, rows, column, p.columns, lane);
+    }
+#pragma unroll
+    for (int low = 0; low < 2; ++low) {
+        const int r = lane / 4 + 8 * low;
+        dot[low] += __shfl_xor_sync(~0u, dot[low], 1);
+        dot[low] += __shfl_xor_sync(~0u, dot[low], 2);
+        const int wide = (p.columns + kColumns - 1) / kColumns;
+        if (p.dots != nullptr && lane % 4 == 0 && r < rows)
+            p.dots[static_cast<long long>(row + r) * wide + tile.column] = dot[low];
     }
 }
 
@@ -380,8 +458,8 @@ __device__ __forceinline__ void load_columns(const CUtensorMap* map, uint32_t to
 /// Rows times their expert's matrix.
 template <Kind KIND, Act ACT, bool BIAS, int MN_B, bool GATHERED, int CLUSTER>
 __device__ __forceinline__ void rows_body(const RowsArgs& p) {
-    constexpr int STAGES = 5;
-    using Place = Memory<STAGES, 8 * 16 * kPitch>;
+    constexpr int STAGES = KIND == Kind::kPull ? 4 : 5, kPlace = KIND == Kind::kPull ? 3 * 16 * kPitchS : 16 * kPitch;
+    using Place = Memory<STAGES, 8 * kPlace>;
     static_assert(Place::kBytes <= 232448);
     extern __shared__ __align__(1024) uint8_t shared[];
     const Place m{ptx::address(shared)};
@@ -459,7 +537,17 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
     } else {
         ptx::more_registers<kMultiplier>();
         float d[2][96];
-        const uint32_t place = m.results() + (group * 4 + warp) * 16 * kPitch;
+        const uint32_t place = m.results() + (group * 4 + warp) * kPlace;
+        // the results of the first ``halves`` blocks of 64 rows
+        const auto finish = [&](const Tile& tile, int row, int rows, int halves) {
+            if constexpr (KIND == Kind::kPull) {
+                pull_rows(d[0], p, tile, row, rows < 16 ? rows : 16, place, true, lane);
+                if (halves == 2) pull_rows(d[1], p, tile, row + 64, rows - 64, place, false, lane);
+            } else {
+                store_rows<KIND, ACT, BIAS>(d[0], p, tile, row, rows, place, lane);
+                if (halves == 2) store_rows<KIND, ACT, BIAS>(d[1], p, tile, row + 64, rows - 64, place, lane);
+            }
+        };
         for (int i = 0;; ++i) {
             const Tile tile = hear<true>(m, i);
             if (tile.expert < 0) break;
@@ -467,15 +555,17 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
                 ring.skip(steps);
                 continue;
             }
-            take_turn(m, i, group);
             const int rows = rows_of(tile), row = row_of(tile) + warp * 16;
+            // what the epilogue reads first comes while the tensor cores work
+            if constexpr (KIND == Kind::kPull)
+                fetch(place, p, row, rows - warp * 16, tile.column * kColumns, lane);
+            take_turn(m, i, group);
             if (rows > 64) {
                 multiply<2, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, m.passed(group));
-                store_rows<KIND, ACT, BIAS>(d[0], p, tile, row, 16, place, lane);
-                store_rows<KIND, ACT, BIAS>(d[1], p, tile, row + 64, rows - 64 - warp * 16, place, lane);
+                finish(tile, row, rows - warp * 16, 2);
             } else if (rows > 0) {
                 multiply<1, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, m.passed(group));
-                store_rows<KIND, ACT, BIAS>(d[0], p, tile, row, rows - warp * 16, place, lane);
+                finish(tile, row, rows - warp * 16, 1);
             } else {
                 for (int s = 0; s < steps; ++s, ring.next()) {
                     ptx::wait(m.full(ring.stage), ring.phase);
@@ -498,7 +588,7 @@ __device__ __forceinline__ void store_wgrad(float (&d)[96], __nv_bfloat16* out, 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         put(place, d + 48 * half, lane);
-        flush(place, out, columns, rows, column + half * kPart, columns, lane);
+        flush<kPart, kPitch>(place, out, columns, rows, column + half * kPart, columns, lane);
     }
 }
 
@@ -660,5 +750,7 @@ ROWS(rows_in_out, Kind::kPlain, Act::kNone, false, 1, false)
 ROWS(rows_bias_in_out, Kind::kPlain, Act::kNone, true, 1, false)
 ROWS(rows_gathered, Kind::kPlain, Act::kNone, false, 0, true)
 ROWS(rows_gathered_in_out, Kind::kPlain, Act::kNone, false, 1, true)
+ROWS(pull_silu, Kind::kPull, Act::kSilu, false, 0, true)
+ROWS(pull_silu_in_out, Kind::kPull, Act::kSilu, false, 1, true)
 WGRAD(wgrad, false)
 WGRAD(wgrad_transposed, true)

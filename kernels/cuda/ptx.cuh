@@ -111,6 +111,9 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+/// Waits for all copies of this thread.
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 /// Makes ordinary writes to shared memory visible to the tensor cores.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -131,6 +134,16 @@ __device__ __forceinline__ int4 load16(uint32_t from) {
 
 __device__ __forceinline__ void store16(uint32_t to, int4 v) {
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load4(uint32_t from) {
+    uint32_t v;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store4(uint32_t to, uint32_t v) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
 
 __device__ __forceinline__ void store2(uint32_t to, uint16_t v) {
@@ -154,6 +167,11 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
     uint32_t both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
+}
+
+/// The halves of :func:`pack`.
+__device__ __forceinline__ float2 unpack(uint32_t both) {
+    return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u));
 }
 
 __device__ __forceinline__ float exp2_approx(float x) {

@@ -54,6 +54,11 @@ inline T __shfl_sync(unsigned, T value, int source) {
     return value;
 }
 
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+    return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % 32) ^ lanes);
+}
+
 /// Fibers switch only where they wait.
 inline int atomicAdd(int* to, int value) {
     const int before = *to;

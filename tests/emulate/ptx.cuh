@@ -1,6 +1,8 @@
 // The functions of kernels/cuda/ptx.cuh for a machine of fibers; instructions.cpp has what they do.
 #pragma once
 
+#include <cstring>
+
 #include "cuda_bf16.h"
 
 namespace ptx {
@@ -24,10 +26,13 @@ void prefetch_map(const void* map);
 void load(uint32_t to, const void* map, uint32_t barrier, int x, int y);
 void load_all(uint32_t to, const void* map, uint32_t barrier, int x, int y, uint16_t mask);
 void copy16(uint32_t to, const void* from);
+void wait_copies();
 void fence_async();
 void store_at(uint32_t to, uint32_t rank, int4 value);
 int4 load16(uint32_t from);
 void store16(uint32_t to, int4 v);
+uint32_t load4(uint32_t from);
+void store4(uint32_t to, uint32_t v);
 void store2(uint32_t to, uint16_t v);
 void store_matrix(bool transposed, uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d);
 template <bool TRANSPOSED>
@@ -37,6 +42,12 @@ inline void store_blocks(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32
 
 inline uint32_t pack(float low, float high) {
     return __float2bfloat16_rn(low).bits | static_cast<uint32_t>(__float2bfloat16_rn(high).bits) << 16;
+}
+inline float2 unpack(uint32_t both) {
+    const uint32_t bits[2] = {both << 16, both & 0xFFFF0000u};
+    float2 halves;
+    std::memcpy(&halves, bits, 8);
+    return halves;
 }
 float exp2_approx(float x);
 inline float rcp_approx(float x) { return 1.0f / x; }
