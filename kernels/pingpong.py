@@ -102,7 +102,7 @@ def pull_mm(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dh [N, 2I], s * a [N, I], float32 [N, C]) of the activation of ``h`` [N, 2I], where da, the gradient of a before
     the routing weight, is the rows of ``dy`` that ``gather`` reads times their expert's ``w`` [E, in, I], rounded. The
-    last sum to da . a over the columns. ``scale``: s, float32, a slot each; ``gather.index`` holds the slots. Rows of no
+    last sum to da . a over the columns. ``scale``: s, float32, of each slot; ``gather.index`` has slots. Rows of no
     tile hold anything. For what :func:`takes_pull` takes."""
     n, inter = gather.index.shape[0], w.shape[2]
     dh, scaled = torch.empty_like(h), h.new_empty(n, inter)
