@@ -65,7 +65,7 @@ test-matrix:
 
 cubin: kernels/cuda/grouped.cubin
 
-kernels/cuda/grouped.cubin: kernels/cuda/grouped.cu kernels/cuda/ptx.cuh
+kernels/cuda/grouped.cubin: kernels/cuda/grouped.cu $(wildcard kernels/cuda/*.cuh)
 	$(NVCC) -std=c++17 -O3 -cubin -gencode=arch=compute_90a,code=sm_90a -o $@ $<
 
 clean:

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
-from experts_case import assert_close, bound, cut, make, run, spec_of, truth, whole
-from test_hopper_gpu import NoLibrary
+from experts_case import cut, make, run, spec_of, whole
+from test_hopper_gpu import BF16, PLAN, NoLibrary, check
 from test_ops_gpu import to_cuda
 
 from moe_inductor import opdef
@@ -23,8 +23,6 @@ pytestmark = [
     ),
     pytest.mark.skipif(not driver.CUBIN.exists(), reason="needs the compiled kernels: make cubin"),
 ]
-PLAN = "hopper/bf16"
-BF16 = torch.bfloat16
 CLAMPED = (
     "mul(mul(sigmoid(mul(clamp_max(g, 7.0), 1.702)), clamp_max(g, 7.0)), add(clamp_max(clamp_min(u, -7.0), 7.0), 1.0))"
 )
@@ -48,13 +46,6 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(fused, "library", NoLibrary())
     monkeypatch.setitem(opdef.FAMILIES, "hopper", fused.Fused("pingpong", "tiled"))
     return names
-
-
-def check(o, spec, form=cut) -> None:
-    want = run(truth, o.copied(torch.float64), spec)
-    got = run(form, to_cuda(o.copied()), spec, PLAN)
-    rows = o.x.shape[1] + o.w2.shape[1] + o.w2.shape[2] + o.x.shape[0] * spec.top_k
-    assert_close(got, want, bound(o.w1.dtype, rows))
 
 
 @pytest.mark.parametrize("form", [cut, whole])

@@ -111,11 +111,13 @@ def build(folder: Path, *changes: tuple[str, str]) -> Machine:
     """Compiles a copy of the kernels in ``folder``, with each text of ``changes`` replaced where it first stands."""
     compiler = shutil.which("g++")
     assert compiler is not None
-    text = SOURCE.read_text()
+    sources = [p for p in SOURCE.parent.iterdir() if p.suffix in (".cu", ".cuh") and p.name != "ptx.cuh"]
+    texts = {source.name: source.read_text() for source in sources}
     for old, new in changes:
-        assert old in text, old
-        text = text.replace(old, new, 1)
-    (folder / "grouped.cu").write_text(text)
+        name = next(name for name, text in texts.items() if old in text)
+        texts[name] = texts[name].replace(old, new, 1)
+    for name, text in texts.items():
+        (folder / name).write_text(text)
     objects = []
     for name, level in (("machine", "-O2"), ("instructions", "-O3"), ("grouped", "-O1")):
         objects.append(str(folder / f"{name}.o"))

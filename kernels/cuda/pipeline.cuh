@@ -1,0 +1,197 @@
+// What every kernel is made of: tiles that are handed out, a ring of stages in shared memory, and the matmuls over it.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ptx.cuh"
+
+struct Tiles {
+    const int* list;  // rows: [., 3] expert, first row, rows. Weight gradients: experts in order
+    int* counters;    // [3]: rows only: row tiles; handed out; clusters gone
+    const int* ends;  // weight gradients: [E], the last row + 1 of each expert
+    int experts;
+};
+
+namespace {
+
+constexpr int kRows = 128, kColumns = 192, kDepth = 64;
+constexpr int kPart = kColumns / 2;              // columns that leave together, and those of gate or of up in a tile
+constexpr int kSlots = 4;                        // tiles handed out ahead
+constexpr int kGroup = 8;                        // row tiles that take turns with one tile of columns
+constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
+constexpr int kThreads = 384, kGatherers = 64;
+constexpr int kLoader = 40, kMultiplier = (504 - kLoader) / 2;  // registers of a thread
+
+struct Tile {
+    int expert, row, rows, column;
+    __device__ explicit Tile(int4 v) : expert(v.x), row(v.y), rows(v.z), column(v.w) {}
+};
+
+/// Places in shared memory, from an address that is a multiple of 1024.
+template <int STAGES, int RESULTS>
+struct Memory {
+    uint32_t base;
+    static constexpr int kBarriers = STAGES * (kBytesA + kBytesB) + RESULTS;
+    static constexpr int kBytes = kBarriers + kSlots * 16 + (2 * STAGES + 2 * kSlots + 2) * 8;
+    __device__ uint32_t a(int s) const { return base + s * (kBytesA + kBytesB); }
+    __device__ uint32_t b(int s) const { return a(s) + kBytesA; }
+    __device__ uint32_t results() const { return base + STAGES * (kBytesA + kBytesB); }
+    __device__ uint32_t slot(int i) const { return base + kBarriers + i * 16; }
+    __device__ uint32_t full(int s) const { return base + kBarriers + kSlots * 16 + s * 8; }
+    __device__ uint32_t empty(int s) const { return full(STAGES + s); }
+    __device__ uint32_t told(int i) const { return full(2 * STAGES + i); }
+    __device__ uint32_t heard(int i) const { return full(2 * STAGES + kSlots + i); }
+    __device__ uint32_t passed(int group) const { return full(2 * STAGES + 2 * kSlots + group); }
+};
+
+/// The place in the ring and the parity of its phase.
+template <int STAGES>
+struct Ring {
+    int stage = 0;
+    uint32_t phase = 0;
+    __device__ void next() {
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+    __device__ void skip(int steps) {
+        const int at = stage + steps;
+        phase ^= (at / STAGES) & 1;
+        stage = at % STAGES;
+    }
+};
+
+template <int CLUSTER>
+__device__ void arrive_everywhere(uint32_t barrier) {
+    if constexpr (CLUSTER == 1)
+        ptx::arrive(barrier);
+    else
+        for (uint32_t rank = 0; rank < CLUSTER; ++rank) ptx::arrive_at(barrier, rank);
+}
+
+/// The i-th tile of this cluster, for one thread or for a whole warp; ``expert`` is negative after the last.
+template <bool WARP, class M>
+__device__ Tile hear(const M& m, int i) {
+    const int slot = i % kSlots;
+    ptx::wait_cluster(m.told(slot), (i / kSlots) & 1);
+    const Tile tile(ptx::load16(m.slot(slot)));
+    if constexpr (WARP) __syncwarp();
+    if (!WARP || threadIdx.x % 32 == 0) ptx::arrive_at(m.heard(slot), 0);
+    return tile;
+}
+
+/// One thread of the first program: hands out tiles until ``decode`` has no more, then resets the counters for the next
+/// launch once all clusters have come so far.
+template <int CLUSTER, class M, class Decode>
+__device__ void hand_out(const M& m, int* counters, int total, Decode decode) {
+    const int clusters = gridDim.x / CLUSTER;
+    int t = blockIdx.x / CLUSTER;
+    for (int i = 0;; ++i) {
+        const int slot = i % kSlots;
+        const int4 tile = t < total ? decode(t) : make_int4(-1, 0, 0, 0);
+        const bool last = t >= total;
+        if (!last) t = clusters + atomicAdd(counters + 1, 1);
+        ptx::wait(m.heard(slot), ((i / kSlots) & 1) ^ 1);
+        for (uint32_t rank = 0; rank < CLUSTER; ++rank) {
+            ptx::store_at(m.slot(slot), rank, tile);
+            ptx::release_at(m.told(slot), rank);
+        }
+        if (last) break;
+    }
+    if (atomicAdd(counters + 2, 1) == clusters - 1) {
+        counters[1] = 0;
+        counters[2] = 0;
+    }
+}
+
+template <int CLUSTER, int STAGES, int GATHERED, class M>
+__device__ void set_up(const M& m) {
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            ptx::init(m.full(s), 1 + (GATHERED ? kGatherers : 0));
+            ptx::init(m.empty(s), 4 * CLUSTER);
+        }
+        for (int i = 0; i < kSlots; ++i) {
+            ptx::init(m.told(i), 1);
+            ptx::init(m.heard(i), (1 + 8 + (GATHERED ? 2 : 0)) * CLUSTER);
+        }
+        for (int group = 0; group < 2; ++group) ptx::init(m.passed(group), 4);
+        ptx::fence_init();
+    }
+    __syncthreads();
+    if constexpr (CLUSTER > 1) ptx::cluster_sync();
+}
+
+/// This program's share of 192 columns of the second operand, into all programs of the cluster.
+template <int CLUSTER, int MN_B>
+__device__ __forceinline__ void load_columns(const CUtensorMap* map, uint32_t to, uint32_t barrier, uint32_t rank, int depth,
+                                             int first, int second) {
+    constexpr uint16_t kAll = (1 << CLUSTER) - 1;
+    if constexpr (MN_B) {  // boxes of 64 columns, [64 / CLUSTER rows of depth]
+        for (int j = 0; j < kColumns / 64; ++j) {
+            const uint32_t at = to + j * kDepth * 128 + rank * (kDepth / CLUSTER) * 128;
+            if constexpr (CLUSTER == 1)
+                ptx::load(at, map, barrier, first + 64 * j, depth);
+            else
+                ptx::load_all(at, map, barrier, first + 64 * j, depth + rank * (kDepth / CLUSTER), kAll);
+        }
+    } else if constexpr (CLUSTER == 1) {  // boxes of 96 columns
+        ptx::load(to, map, barrier, depth, first);
+        ptx::load(to + kPart * 128, map, barrier, depth, second);
+    } else {
+        ptx::load_all(to + rank * kPart * 128, map, barrier, depth, rank ? second : first, kAll);
+    }
+}
+
+/// Starts the k-th step of 16 of a stage.
+template <int HALVES, int MN_A, int MN_B>
+__device__ __forceinline__ void issue(float (&d)[2][96], uint32_t a, uint32_t b, int k, bool accumulate) {
+    const uint64_t right = ptx::describe(b + k * (MN_B ? 2048 : 32), MN_B ? kDepth * 128 : 16, 1024);
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+        const uint32_t at = a + half * (64 * kDepth * 2) + k * (MN_A ? 2048 : 32);
+        ptx::mma<MN_A, MN_B>(d[half], ptx::describe(at, MN_A ? kDepth * 128 : 16, 1024), right, accumulate);
+    }
+}
+
+/// Before tile i: until the other warpgroup has seen every stage of tile i - 1. A parity tells a phase from the one before
+/// only, so whoever skips those stages would take their first filling for its own.
+template <class M>
+__device__ __forceinline__ void wait_turn(const M& m, int i, int group) {
+    if (i > 0) ptx::wait(m.passed(group ^ 1), (i - 1) / 2 & 1);
+}
+
+/// The end of that turn, for a warp.
+__device__ __forceinline__ void end_turn(uint32_t passed, int lane) {
+    __syncwarp();
+    if (lane == 0) ptx::arrive(passed);
+}
+
+/// ``steps`` whole stages into d, ``HALVES`` blocks of 64 rows. A stage is given back one later, when nothing reads it.
+template <int HALVES, int CLUSTER, int STAGES, int MN_A, int MN_B, bool GATHERED, class M>
+__device__ __forceinline__ void multiply(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int steps, int lane,
+                                         uint32_t passed) {
+    int before = 0;
+    for (int s = 0; s < steps; ++s) {
+        ptx::wait(m.full(ring.stage), ring.phase);
+        if constexpr (GATHERED) ptx::fence_async();
+        ptx::mma_fence();
+#pragma unroll
+        for (int k = 0; k < kDepth / 16; ++k)
+            issue<HALVES, MN_A, MN_B>(d, m.a(ring.stage), m.b(ring.stage), k, s > 0 || k > 0);
+        ptx::mma_commit();
+        if (s > 0) {
+            ptx::mma_wait<1>();
+            if (lane == 0) arrive_everywhere<CLUSTER>(m.empty(before));
+        }
+        before = ring.stage;
+        ring.next();
+    }
+    if (passed != 0) end_turn(passed, lane);
+    ptx::mma_wait<0>();
+    if (steps > 0 && lane == 0) arrive_everywhere<CLUSTER>(m.empty(before));
+}
+
+}  // namespace

@@ -1,0 +1,216 @@
+// Rows times their expert's matrix, with biases, an activation or the backward of one.
+#pragma once
+
+#include "pull.cuh"
+
+namespace {
+
+// what becomes of a product: stored as it is; h, of columns gate | up, or gate and up in turn; the gradient of the
+// activation of an h that was saved, gate | up
+enum class Kind { kPlain, kGated, kInterleaved, kPull };
+enum class Act { kNone, kSilu, kClamped };
+
+template <Act ACT>
+__device__ __forceinline__ float activate(float gate, float up, float alpha, float limit) {
+    if constexpr (ACT == Act::kSilu) {
+        return gate * sigmoid(gate) * up;
+    } else {
+        gate = gate > limit ? limit : gate;  // NaN stays
+        up = up > limit ? limit : up < -limit ? -limit : up;
+        return (up + 1.0f) * (gate * sigmoid(gate * alpha));
+    }
+}
+
+/// Adds the biases of a part's columns from ``bias`` on, of which ``columns`` count.
+__device__ __forceinline__ void add_bias(float* d, const __nv_bfloat16* bias, int columns, int lane) {
+#pragma unroll
+    for (int i = 0; i < kPart / 8; ++i) {
+        const int c = 8 * i + lane % 4 * 2;
+        if (c < columns) {
+            const float2 b = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(bias + c));
+            d[4 * i] += b.x, d[4 * i + 1] += b.y, d[4 * i + 2] += b.x, d[4 * i + 3] += b.y;
+        }
+    }
+}
+
+/// Results of 64 rows, of which a warp holds 16 x 192, to memory: rounded, with the activation, h where it is saved.
+template <Kind KIND, Act ACT, bool BIAS>
+__device__ __forceinline__ void store_rows(float (&d)[96], const RowsArgs& p, const Tile& tile, int row, int rows,
+                                           uint32_t place, int lane) {
+    const int narrow = KIND == Kind::kPlain ? p.columns : p.columns / 2;
+    __nv_bfloat16* out = p.out + static_cast<long long>(row) * narrow;
+    __nv_bfloat16* h = KIND == Kind::kPlain || p.h == nullptr ? nullptr : p.h + static_cast<long long>(row) * p.columns;
+    if constexpr (KIND == Kind::kGated) {
+        const int column = tile.column * kPart;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int first = half ? p.up : p.gate;
+            if constexpr (BIAS)
+                add_bias(d + 48 * half, p.bias + static_cast<long long>(tile.expert) * p.columns + first + column,
+                         narrow - column, lane);
+#pragma unroll
+            for (int i = 0; i < 48; ++i) d[48 * half + i] = rounded(d[48 * half + i]);
+            if (h != nullptr) {
+                put(place, d + 48 * half, lane);
+                flush<kPart, kPitch>(place, h + first, p.columns, rows, column, narrow, lane);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 48; ++i) d[i] = activate<ACT>(d[i], d[48 + i], p.alpha, p.limit);
+        put(place, d, lane);
+        flush<kPart, kPitch>(place, out, narrow, rows, column, narrow, lane);
+    } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int column = tile.column * kColumns + half * kPart;
+            if constexpr (BIAS)
+                add_bias(d + 48 * half, p.bias + static_cast<long long>(tile.expert) * p.columns + column,
+                         p.columns - column, lane);
+            __nv_bfloat16* to = KIND == Kind::kPlain ? out : h;
+            if (to != nullptr) {
+                put(place, d + 48 * half, lane);
+                flush<kPart, kPitch>(place, to, p.columns, rows, column, p.columns, lane);
+            }
+        }
+        if constexpr (KIND == Kind::kInterleaved) {
+            const uint32_t at = place + lane / 4 * kPitch + lane % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < 24; ++i) {
+                const float top = activate<ACT>(rounded(d[4 * i]), rounded(d[4 * i + 1]), p.alpha, p.limit);
+                const float low = activate<ACT>(rounded(d[4 * i + 2]), rounded(d[4 * i + 3]), p.alpha, p.limit);
+                ptx::store2(at + i * 8, static_cast<uint16_t>(ptx::pack(top, 0.0f)));
+                ptx::store2(at + 8 * kPitch + i * 8, static_cast<uint16_t>(ptx::pack(low, 0.0f)));
+            }
+            flush<kPart, kPitch>(place, out, narrow, rows, tile.column * kPart, narrow, lane);
+        }
+    }
+}
+
+/// Rows times their expert's matrix.
+template <Kind KIND, Act ACT, bool BIAS, int MN_B, bool GATHERED, int CLUSTER>
+__device__ __forceinline__ void rows_body(const RowsArgs& p) {
+    constexpr int STAGES = KIND == Kind::kPull ? 4 : 5, kPlace = KIND == Kind::kPull ? 3 * 16 * kPitchS : 16 * kPitch;
+    using Place = Memory<STAGES, 8 * kPlace>;
+    static_assert(Place::kBytes <= 232448);
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const Place m{ptx::address(shared)};
+    set_up<CLUSTER, STAGES, GATHERED>(m);
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+    const int lane = threadIdx.x % 32, steps = p.depth / kDepth;
+    const uint32_t rank = CLUSTER == 1 ? 0 : ptx::cluster_rank();
+    // a tile of the cluster has up to 128 rows for each program; of a short one both take as much as they can in halves of 64
+    const auto rows_of = [rank](const Tile& tile) {
+        const int each = CLUSTER == 1 ? kRows : tile.rows <= kRows ? kRows / 2 : kRows;
+        const int left = tile.rows - static_cast<int>(rank) * each;
+        return left < each ? left : each;
+    };
+    const auto row_of = [rank](const Tile& tile) {
+        return tile.row + static_cast<int>(rank) * (tile.rows <= kRows ? kRows / 2 : kRows);
+    };
+    Ring<STAGES> ring;
+    if (group == 2) {
+        ptx::fewer_registers<kLoader>();
+        if (warp == 0 && lane == 0) {
+            ptx::prefetch_map(&p.b);
+            for (int i = 0;; ++i) {
+                const Tile tile = hear<false>(m, i);
+                if (tile.expert < 0) break;
+                const bool own = !GATHERED && rows_of(tile) > 0;
+                int first = tile.column * kColumns, second = first + kPart;
+                if constexpr (KIND == Kind::kGated) first = p.gate + tile.column * kPart, second = p.up + tile.column * kPart;
+                if constexpr (!MN_B) first += tile.expert * p.columns, second += tile.expert * p.columns;
+                for (int s = 0; s < steps; ++s) {
+                    ptx::wait(m.empty(ring.stage), ring.phase ^ 1);
+                    ptx::arrive_expect(m.full(ring.stage), kBytesB + (own ? kBytesA : 0));
+                    if (own) ptx::load(m.a(ring.stage), &p.a, m.full(ring.stage), s * kDepth, row_of(tile));
+                    load_columns<CLUSTER, MN_B>(&p.b, m.b(ring.stage), m.full(ring.stage), rank,
+                                                s * kDepth + (MN_B ? tile.expert * p.depth : 0), first, second);
+                    ring.next();
+                }
+            }
+        } else if (warp == 1 && lane == 0 && rank == 0) {
+            const int width = KIND == Kind::kGated ? kPart : kColumns;
+            const int columns = ((KIND == Kind::kGated ? p.columns / 2 : p.columns) + width - 1) / width;
+            const int row_tiles = p.tiles.counters[0];
+            hand_out<CLUSTER>(m, p.tiles.counters, row_tiles * columns, [&](int t) {
+                constexpr int kTall = kGroup / CLUSTER;
+                const int first = t / (kTall * columns) * kTall;
+                const int size = row_tiles - first < kTall ? row_tiles - first : kTall;
+                const int r = t - first * columns, row = first + r % size;
+                const int* at = p.tiles.list + 3 * row;
+                return make_int4(at[0], at[1], at[2], r / size);
+            });
+        } else if (GATHERED && warp >= 2) {
+            // a warp copies 64 rows, four at a time: 8 lanes for the 64 columns of each; a lane knows where two rows come from
+            const int top = (warp - 2) * 64, own = lane / 8;
+            for (int i = 0;; ++i) {
+                const Tile tile = hear<true>(m, i);
+                if (tile.expert < 0) break;
+                const int left = rows_of(tile) - top;
+                const long long* index = p.index + row_of(tile) + top + lane;
+                const unsigned upper = lane < left ? static_cast<unsigned>(*index) / p.per_row : 0;
+                const unsigned lower = lane + 32 < left ? static_cast<unsigned>(index[32]) / p.per_row : 0;
+                const __nv_bfloat16* x = p.x + lane % 8 * 8;
+                for (int s = 0; s < steps; ++s, x += kDepth) {
+                    ptx::wait(m.empty(ring.stage), ring.phase ^ 1);
+                    const uint32_t to = m.a(ring.stage) + (top + own) * 128;
+#pragma unroll 8
+                    for (int j = 0; j < 16; ++j) {
+                        const unsigned row = __shfl_sync(~0u, j < 8 ? upper : lower, 4 * (j % 8) + own);
+                        if (4 * j + own < left)
+                            ptx::copy16(to + j * 512 + (((lane % 8) ^ (own + 4 * (j & 1))) << 4), x + row * p.stride);
+                    }
+                    ptx::arrive_after_copies(m.full(ring.stage));
+                    ring.next();
+                }
+            }
+        }
+    } else {
+        ptx::more_registers<kMultiplier>();
+        float d[2][96];
+        const uint32_t place = m.results() + (group * 4 + warp) * kPlace;
+        // the results of the first ``halves`` blocks of 64 rows
+        const auto finish = [&](const Tile& tile, int row, int rows, int halves) {
+            if constexpr (KIND == Kind::kPull) {
+                pull_rows(d[0], p, tile, row, rows < 16 ? rows : 16, place, true, lane);
+                if (halves == 2) pull_rows(d[1], p, tile, row + 64, rows - 64, place, false, lane);
+            } else {
+                store_rows<KIND, ACT, BIAS>(d[0], p, tile, row, rows, place, lane);
+                if (halves == 2) store_rows<KIND, ACT, BIAS>(d[1], p, tile, row + 64, rows - 64, place, lane);
+            }
+        };
+        for (int i = 0;; ++i) {
+            const Tile tile = hear<true>(m, i);
+            if (tile.expert < 0) break;
+            if ((i & 1) != group) {
+                ring.skip(steps);
+                continue;
+            }
+            const int rows = rows_of(tile), row = row_of(tile) + warp * 16;
+            // what the epilogue reads first comes while the tensor cores work
+            if constexpr (KIND == Kind::kPull)
+                fetch(place, p, row, rows - warp * 16, tile.column * kColumns, lane);
+            wait_turn(m, i, group);
+            if (rows > 64) {
+                multiply<2, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, m.passed(group));
+                finish(tile, row, rows - warp * 16, 2);
+            } else if (rows > 0) {
+                multiply<1, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, m.passed(group));
+                finish(tile, row, rows - warp * 16, 1);
+            } else {
+                for (int s = 0; s < steps; ++s, ring.next()) {
+                    ptx::wait(m.full(ring.stage), ring.phase);
+                    __syncwarp();
+                    if (lane == 0) arrive_everywhere<CLUSTER>(m.empty(ring.stage));
+                }
+                end_turn(m.passed(group), lane);
+            }
+        }
+    }
+    if constexpr (CLUSTER > 1) {
+        __syncwarp();
+        ptx::cluster_sync();  // the others still write here until they are done
+    }
+}
+
+}  // namespace

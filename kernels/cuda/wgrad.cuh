@@ -1,0 +1,190 @@
+// Weight gradients: the sum over an expert's rows of a gathered row times a dense one.
+#pragma once
+
+#include "results.cuh"
+
+struct WgradArgs {
+    CUtensorMap b;  // dense rows [N, columns]
+    Tiles tiles;
+    const __nv_bfloat16* x;  // gathered rows [., rows]
+    long long stride;
+    const long long* index;
+    unsigned per_row;
+    __nv_bfloat16* out;  // [E, rows, columns] or [E, columns, rows]
+    int rows, columns;
+};
+
+// driver.py has the same fields
+static_assert(offsetof(WgradArgs, tiles) == 128 && offsetof(WgradArgs, x) == 160 && offsetof(WgradArgs, out) == 192 &&
+              offsetof(WgradArgs, columns) == 204 && sizeof(WgradArgs) <= 512);
+
+namespace {
+
+/// The last stage of a weight gradient, of which ``rows`` < 64 count. Beside an expert's last rows lie another's: both
+/// operands become zero there, since 0 * NaN is not.
+template <int CLUSTER, int STAGES, class M>
+__device__ __forceinline__ void multiply_tail(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int rows, bool accumulate,
+                                              int lane, uint32_t passed) {
+    constexpr int kChunks = (kRows + kColumns) / 8;
+    ptx::wait(m.full(ring.stage), ring.phase);
+    const uint32_t a = m.a(ring.stage), b = m.b(ring.stage);
+    const int blocks = (rows + 15) / 16;
+    for (int i = threadIdx.x % 128; i < (blocks * 16 - rows) * kChunks; i += 128) {
+        const int row = rows + i / kChunks, c = i % kChunks;
+        ptx::store16(a + c / 8 * (kDepth * 128) + row * 128 + c % 8 * 16, make_int4(0, 0, 0, 0));
+    }
+    ptx::fence_async();
+    ptx::sync(1 + threadIdx.x / 128, 128);
+    end_turn(passed, lane);
+#pragma unroll 1
+    for (int k = 0; k < blocks; ++k) {
+        ptx::mma_fence();
+        issue<2, 1, 1>(d, a, b, k, accumulate || k > 0);
+        ptx::mma_commit();
+        ptx::mma_wait<0>();
+    }
+    if (lane == 0) arrive_everywhere<CLUSTER>(m.empty(ring.stage));
+    ring.next();
+}
+
+/// 64 x 192 results of a weight gradient, of which a warp holds 16 rows, in the order of the operands.
+__device__ __forceinline__ void store_wgrad(float (&d)[96], __nv_bfloat16* out, int rows, int column, int columns,
+                                            uint32_t place, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        put(place, d + 48 * half, lane);
+        flush<kPart, kPitch>(place, out, columns, rows, column + half * kPart, columns, lane);
+    }
+}
+
+/// The sum over an expert's rows of a gathered row times a dense one.
+template <bool TRANSPOSED, int CLUSTER>
+__device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
+    constexpr int STAGES = TRANSPOSED ? 4 : 5;
+    using Place = Memory<STAGES, TRANSPOSED ? 2 * kPart * kPitchT : 8 * 16 * kPitch>;
+    static_assert(Place::kBytes <= 232448);
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const Place m{ptx::address(shared)};
+    set_up<CLUSTER, STAGES, true>(m);
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+    const int lane = threadIdx.x % 32;
+    const uint32_t rank = CLUSTER == 1 ? 0 : ptx::cluster_rank();
+    const int tall = (p.rows + kRows * CLUSTER - 1) / (kRows * CLUSTER), wide = (p.columns + kColumns - 1) / kColumns;
+    const auto first_row = [&](const Tile& tile) { return (tile.column % tall * CLUSTER + static_cast<int>(rank)) * kRows; };
+    const auto first_column = [&](const Tile& tile) { return tile.column / tall * kColumns; };
+    Ring<STAGES> ring;
+    if (group == 2) {
+        ptx::fewer_registers<kLoader>();
+        if (warp == 0 && lane == 0) {
+            ptx::prefetch_map(&p.b);
+            for (int i = 0;; ++i) {
+                const Tile tile = hear<false>(m, i);
+                if (tile.expert < 0) break;
+                const int column = first_column(tile);
+                for (int done = 0; done < tile.rows; done += kDepth) {
+                    ptx::wait(m.empty(ring.stage), ring.phase ^ 1);
+                    ptx::arrive_expect(m.full(ring.stage), kBytesB);
+                    load_columns<CLUSTER, 1>(&p.b, m.b(ring.stage), m.full(ring.stage), rank, tile.row + done, column, 0);
+                    ring.next();
+                }
+            }
+        } else if (warp == 1 && lane == 0 && rank == 0) {
+            hand_out<CLUSTER>(m, p.tiles.counters, p.tiles.experts * tall * wide, [&](int t) {
+                const int expert = p.tiles.list[t / (tall * wide)];
+                const int start = expert > 0 ? p.tiles.ends[expert - 1] : 0;
+                return make_int4(expert, start, p.tiles.ends[expert] - start, t % (tall * wide));
+            });
+        } else if (warp >= 2) {
+            // a warp copies 32 rows of depth, two at a time: 16 lanes for the 128 columns of each
+            const int top = (warp - 2) * 32, c = lane % 16;
+            for (int i = 0;; ++i) {
+                const Tile tile = hear<true>(m, i);
+                if (tile.expert < 0) break;
+                const int column = first_row(tile) + c * 8;
+                const bool held = column < p.rows;
+                const __nv_bfloat16* x = p.x + column;
+                const long long* index = p.index + tile.row + top + lane;
+                int left = tile.rows - top;
+                long long ahead = lane < left ? *index : 0;
+                for (; left > -top; left -= kDepth) {
+                    const unsigned source = static_cast<unsigned>(ahead) / p.per_row;
+                    index += kDepth;
+                    ahead = lane < left - kDepth ? *index : 0;  // a stage early: the copies wait for it
+                    ptx::wait(m.empty(ring.stage), ring.phase ^ 1);
+                    const uint32_t to = m.a(ring.stage) + c / 8 * (kDepth * 128) + (top + lane / 16) * 128;
+#pragma unroll 8
+                    for (int j = 0; j < 16; ++j) {
+                        const unsigned row = __shfl_sync(~0u, source, 2 * j + lane / 16);
+                        if (held && 2 * j + lane / 16 < left)
+                            ptx::copy16(to + j * 256 + (((c % 8) ^ ((2 * j + lane / 16) & 7)) << 4), x + row * p.stride);
+                    }
+                    ptx::arrive_after_copies(m.full(ring.stage));
+                    ring.next();
+                }
+            }
+        }
+    } else {
+        ptx::more_registers<kMultiplier>();
+        float d[2][96];
+        const uint32_t place = m.results() + (TRANSPOSED ? group * kPart * kPitchT : (group * 4 + warp) * 16 * kPitch);
+        for (int i = 0;; ++i) {
+            const Tile tile = hear<true>(m, i);
+            if (tile.expert < 0) break;
+            const int whole = tile.rows / kDepth, rest = tile.rows % kDepth;
+            if ((i & 1) != group) {
+                ring.skip(whole + (rest > 0));
+                continue;
+            }
+            wait_turn(m, i, group);
+            multiply<2, CLUSTER, STAGES, 1, 1, true>(d, m, ring, whole, lane, rest > 0 ? 0 : m.passed(group));
+            if (rest > 0) {
+                multiply_tail<CLUSTER>(d, m, ring, rest, whole > 0, lane, m.passed(group));
+            } else if (whole == 0) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+#pragma unroll
+                    for (int j = 0; j < 96; ++j) d[half][j] = 0.0f;
+            }
+            const int row = first_row(tile), column = first_column(tile);
+            if constexpr (TRANSPOSED) {
+                const int thread = threadIdx.x % 128;
+#pragma unroll
+                for (int part = 0; part < 2; ++part) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const uint32_t at = place + (lane % 8 + lane / 16 * 8) * kPitchT + half * 128 + warp * 32 +
+                                            lane / 8 % 2 * 16;
+#pragma unroll
+                        for (int j = 0; j < kPart / 16; ++j) {
+                            const float* v = d[half] + part * 48 + 8 * j;
+                            ptx::store_blocks<true>(at + j * 16 * kPitchT, ptx::pack(v[0], v[1]), ptx::pack(v[2], v[3]),
+                                                    ptx::pack(v[4], v[5]), ptx::pack(v[6], v[7]));
+                        }
+                    }
+                    ptx::sync(1 + group, 128);
+                    for (int j = thread; j < kPart * kRows / 8; j += 128) {
+                        const int n = column + part * kPart + j / (kRows / 8), c = j % (kRows / 8) * 8;
+                        if (n < p.columns && row + c < p.rows) {
+                            const long long to = (static_cast<long long>(tile.expert) * p.columns + n) * p.rows + row + c;
+                            *reinterpret_cast<int4*>(p.out + to) = ptx::load16(place + j / (kRows / 8) * kPitchT + c * 2);
+                        }
+                    }
+                    ptx::sync(1 + group, 128);
+                }
+            } else {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int from = row + half * 64 + warp * 16;
+                    __nv_bfloat16* out = p.out + (static_cast<long long>(tile.expert) * p.rows + from) * p.columns;
+                    store_wgrad(d[half], out, p.rows - from, column, p.columns, place, lane);
+                }
+            }
+        }
+    }
+    if constexpr (CLUSTER > 1) {
+        __syncwarp();
+        ptx::cluster_sync();
+    }
+}
+
+}  // namespace
