@@ -123,7 +123,7 @@ def wgrad(gathered: Tensor, gather: Gather, dense: Tensor, offsets: Tensor, *, t
     args = WgradArgs(
         b=tensor_map(dense, DEPTH // CLUSTER, 64),
         tiles=Tiles(ranked.data_ptr(), counters.data_ptr(), offsets.data_ptr(), experts),
-        x=gathered.data_ptr(), stride=gathered.stride(0), index=gather.index.data_ptr(), per_row=gather.slots,
+        x=gathered.data_ptr(), stride=gathered.stride(0) // 8, index=gather.index.data_ptr(), per_row=gather.slots,
         out=out.data_ptr(), rows=m, columns=n,
     )  # fmt: skip
     launch(f"wgrad{'_transposed' if transposed else ''}_{CLUSTER}", args, _programs(dense.device), dense.device)
@@ -172,7 +172,7 @@ def _run(
     if gather is None:
         args.a = tensor_map(a, ROWS, DEPTH)
     else:
-        args.x, args.stride = a.data_ptr(), a.stride(0)
+        args.x, args.stride = a.data_ptr(), a.stride(0) // 8
         args.index, args.per_row = gather.index.data_ptr(), gather.slots
     if bias is not None:
         args.bias = bias.data_ptr()

@@ -159,7 +159,7 @@ def check_rows(
         limit=LIMIT,
     )
     if kernel.gathered:
-        args.x, args.stride, args.index = x.data_ptr(), x.stride(0), index.data_ptr()
+        args.x, args.stride, args.index = x.data_ptr(), x.stride(0) // 8, index.data_ptr()
     else:
         args.a = tensor_map(x, TALL)
     error = machine.run(name, args, grid=grid, seed=seed, lanes=lanes)
@@ -255,7 +255,7 @@ def check_wgrad(
         b=tensor_map(b, 64 // cluster_of(name)),
         tiles=Tiles(order.data_ptr(), counters.data_ptr(), ends.data_ptr(), experts),
         x=x.data_ptr(),
-        stride=x.stride(0),
+        stride=x.stride(0) // 8,
         index=index.data_ptr(),
         per_row=per_row,
         out=out.value.data_ptr(),

@@ -23,7 +23,7 @@ constexpr int kPart = kColumns / 2;              // columns that leave together,
 constexpr int kSlots = 4;                        // tiles handed out ahead
 constexpr int kGroup = 8;                        // row tiles that take turns with one tile of columns
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
-constexpr int kThreads = 384, kGatherers = 64;
+constexpr int kThreads = 384, kGatherers = 128;
 constexpr int kLoader = 40, kMultiplier = (504 - kLoader) / 2;  // registers of a thread
 
 struct Tile {
@@ -82,29 +82,36 @@ __device__ Tile hear(const M& m, int i) {
     return tile;
 }
 
-/// One thread of the first program: hands out tiles until ``decode`` has no more, then resets the counters for the next
-/// launch once all clusters have come so far.
-template <int CLUSTER, class M, class Decode>
-__device__ void hand_out(const M& m, int* counters, int total, Decode decode) {
-    const int clusters = gridDim.x / CLUSTER;
-    int t = blockIdx.x / CLUSTER;
-    for (int i = 0;; ++i) {
-        const int slot = i % kSlots;
-        const int4 tile = t < total ? decode(t) : make_int4(-1, 0, 0, 0);
-        const bool last = t >= total;
-        if (!last) t = clusters + atomicAdd(counters + 1, 1);
-        ptx::wait(m.heard(slot), ((i / kSlots) & 1) ^ 1);
+/// Hands out the tiles of a cluster, for one thread of its first program.
+template <int CLUSTER, class M>
+struct Dealer {
+    M m;
+    int* counters;
+    int total, tile, dealt = 0;
+    __device__ Dealer(const M& memory, int* counts, int tiles)
+        : m(memory), counters(counts), total(tiles), tile(blockIdx.x / CLUSTER) {}
+
+    /// The next tile, ``decode`` of its number, to all programs; false after the last. Waits for those that have yet to
+    /// hear what lies in its slot. Resets the counters for the next launch once all clusters have come so far.
+    template <class Decode>
+    __device__ bool deal(Decode decode) {
+        const int clusters = gridDim.x / CLUSTER, slot = dealt % kSlots;
+        const bool last = tile >= total;
+        const int4 what = last ? make_int4(-1, 0, 0, 0) : decode(tile);
+        if (!last) tile = clusters + atomicAdd(counters + 1, 1);
+        ptx::wait(m.heard(slot), ((dealt / kSlots) & 1) ^ 1);
         for (uint32_t rank = 0; rank < CLUSTER; ++rank) {
-            ptx::store_at(m.slot(slot), rank, tile);
+            ptx::store_at(m.slot(slot), rank, what);
             ptx::release_at(m.told(slot), rank);
         }
-        if (last) break;
+        ++dealt;
+        if (last && atomicAdd(counters + 2, 1) == clusters - 1) {
+            counters[1] = 0;
+            counters[2] = 0;
+        }
+        return !last;
     }
-    if (atomicAdd(counters + 2, 1) == clusters - 1) {
-        counters[1] = 0;
-        counters[2] = 0;
-    }
-}
+};
 
 template <int CLUSTER, int STAGES, int GATHERED, class M>
 __device__ void set_up(const M& m) {
@@ -115,7 +122,7 @@ __device__ void set_up(const M& m) {
         }
         for (int i = 0; i < kSlots; ++i) {
             ptx::init(m.told(i), 1);
-            ptx::init(m.heard(i), (1 + 8 + (GATHERED ? 2 : 0)) * CLUSTER);
+            ptx::init(m.heard(i), (8 + (GATHERED ? 4 : 1)) * CLUSTER);
         }
         for (int group = 0; group < 2; ++group) ptx::init(m.passed(group), 4);
         ptx::fence_init();

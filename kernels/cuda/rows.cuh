@@ -110,29 +110,13 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
     Ring<STAGES> ring;
     if (group == 2) {
         ptx::fewer_registers<kLoader>();
-        if (warp == 0 && lane == 0) {
-            ptx::prefetch_map(&p.b);
-            for (int i = 0;; ++i) {
-                const Tile tile = hear<false>(m, i);
-                if (tile.expert < 0) break;
-                const bool own = !GATHERED && rows_of(tile) > 0;
-                int first = tile.column * kColumns, second = first + kPart;
-                if constexpr (KIND == Kind::kGated) first = p.gate + tile.column * kPart, second = p.up + tile.column * kPart;
-                if constexpr (!MN_B) first += tile.expert * p.columns, second += tile.expert * p.columns;
-                for (int s = 0; s < steps; ++s) {
-                    ptx::wait(m.empty(ring.stage), ring.phase ^ 1);
-                    ptx::arrive_expect(m.full(ring.stage), kBytesB + (own ? kBytesA : 0));
-                    if (own) ptx::load(m.a(ring.stage), &p.a, m.full(ring.stage), s * kDepth, row_of(tile));
-                    load_columns<CLUSTER, MN_B>(&p.b, m.b(ring.stage), m.full(ring.stage), rank,
-                                                s * kDepth + (MN_B ? tile.expert * p.depth : 0), first, second);
-                    ring.next();
-                }
-            }
-        } else if (warp == 1 && lane == 0 && rank == 0) {
-            const int width = KIND == Kind::kGated ? kPart : kColumns;
-            const int columns = ((KIND == Kind::kGated ? p.columns / 2 : p.columns) + width - 1) / width;
-            const int row_tiles = p.tiles.counters[0];
-            hand_out<CLUSTER>(m, p.tiles.counters, row_tiles * columns, [&](int t) {
+        const int width = KIND == Kind::kGated ? kPart : kColumns;
+        const int columns = ((KIND == Kind::kGated ? p.columns / 2 : p.columns) + width - 1) / width;
+        const bool loads = warp == 0 && lane == 0, deals = warp == 1 && lane == 0 && rank == 0;
+        const int row_tiles = deals ? p.tiles.counters[0] : 0;
+        Dealer<CLUSTER, decltype(m)> dealer(m, p.tiles.counters, row_tiles * columns);
+        const auto deal = [&] {
+            return dealer.deal([&](int t) {
                 constexpr int kTall = kGroup / CLUSTER;
                 const int first = t / (kTall * columns) * kTall;
                 const int size = row_tiles - first < kTall ? row_tiles - first : kTall;
@@ -140,27 +124,49 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
                 const int* at = p.tiles.list + 3 * row;
                 return make_int4(at[0], at[1], at[2], r / size);
             });
-        } else if (GATHERED && warp >= 2) {
-            // a warp copies 64 rows, four at a time: 8 lanes for the 64 columns of each; a lane knows where two rows come from
-            const int top = (warp - 2) * 64, own = lane / 8;
+        };
+        bool more = deals && deal() && deal();
+        if (!GATHERED && deals)
+            while (more) more = deal();
+        else if (GATHERED || loads) {
+            // a warp copies 32 rows, four at a time: 8 lanes for the 64 columns of each
+            const int top = warp * 32 + lane / 8;
+            if (loads) ptx::prefetch_map(&p.b);
             for (int i = 0;; ++i) {
-                const Tile tile = hear<true>(m, i);
+                const Tile tile = hear<GATHERED>(m, i);
                 if (tile.expert < 0) break;
-                const int left = rows_of(tile) - top;
-                const long long* index = p.index + row_of(tile) + top + lane;
-                const unsigned upper = lane < left ? static_cast<unsigned>(*index) / p.per_row : 0;
-                const unsigned lower = lane + 32 < left ? static_cast<unsigned>(index[32]) / p.per_row : 0;
-                const __nv_bfloat16* x = p.x + lane % 8 * 8;
-                for (int s = 0; s < steps; ++s, x += kDepth) {
+                if (more) more = deal();
+                if constexpr (GATHERED) __syncwarp();
+                const int held = rows_of(tile), row = row_of(tile);
+                int first = tile.column * kColumns, second = first + kPart;
+                if constexpr (KIND == Kind::kGated) first = p.gate + tile.column * kPart, second = p.up + tile.column * kPart;
+                if constexpr (!MN_B) first += tile.expert * p.columns, second += tile.expert * p.columns;
+                unsigned from[8];
+                if constexpr (GATHERED) {  // for rows that do not count: the last that does
+                    const int own = warp * 32 + lane < held ? warp * 32 + lane : held - 1;
+                    const unsigned source = held > 0 ? static_cast<unsigned>(p.index[row + own]) / p.per_row * p.stride : 0;
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) from[j] = __shfl_sync(~0u, source, 4 * j + lane / 8);
+                }
+                const int4* x = p.x + lane % 8;
+#pragma unroll 1
+                for (int s = 0; s < steps; ++s, x += kDepth / 8) {
                     ptx::wait(m.empty(ring.stage), ring.phase ^ 1);
-                    const uint32_t to = m.a(ring.stage) + (top + own) * 128;
-#pragma unroll 8
-                    for (int j = 0; j < 16; ++j) {
-                        const unsigned row = __shfl_sync(~0u, j < 8 ? upper : lower, 4 * (j % 8) + own);
-                        if (4 * j + own < left)
-                            ptx::copy16(to + j * 512 + (((lane % 8) ^ (own + 4 * (j & 1))) << 4), x + row * p.stride);
+                    if (loads) {
+                        const bool own = !GATHERED && held > 0;
+                        ptx::arrive_expect(m.full(ring.stage), kBytesB + (own ? kBytesA : 0));
+                        if (own) ptx::load(m.a(ring.stage), &p.a, m.full(ring.stage), s * kDepth, row);
+                        load_columns<CLUSTER, MN_B>(&p.b, m.b(ring.stage), m.full(ring.stage), rank,
+                                                    s * kDepth + (MN_B ? tile.expert * p.depth : 0), first, second);
                     }
-                    ptx::arrive_after_copies(m.full(ring.stage));
+                    if constexpr (GATHERED) {
+                        if (warp * 32 < held) {
+                            const uint32_t even = m.a(ring.stage) + top * 128 + ((lane % 8 ^ lane / 8) << 4), odd = even ^ 64;
+#pragma unroll
+                            for (int j = 0; j < 8; ++j) ptx::copy16((j & 1 ? odd : even) + j * 512, x + from[j]);
+                        }
+                        ptx::arrive_after_copies(m.full(ring.stage));
+                    }
                     ring.next();
                 }
             }

@@ -6,17 +6,16 @@
 struct WgradArgs {
     CUtensorMap b;  // dense rows [N, columns]
     Tiles tiles;
-    const __nv_bfloat16* x;  // gathered rows [., rows]
-    long long stride;
+    const int4* x;  // gathered rows [., rows], 16 * ``stride`` bytes apart
     const long long* index;
-    unsigned per_row;
+    unsigned stride, per_row;
     __nv_bfloat16* out;  // [E, rows, columns] or [E, columns, rows]
     int rows, columns;
 };
 
 // driver.py has the same fields
-static_assert(offsetof(WgradArgs, tiles) == 128 && offsetof(WgradArgs, x) == 160 && offsetof(WgradArgs, out) == 192 &&
-              offsetof(WgradArgs, columns) == 204 && sizeof(WgradArgs) <= 512);
+static_assert(offsetof(WgradArgs, tiles) == 128 && offsetof(WgradArgs, x) == 160 && offsetof(WgradArgs, out) == 184 &&
+              offsetof(WgradArgs, columns) == 196 && sizeof(WgradArgs) <= 512);
 
 namespace {
 
@@ -75,52 +74,51 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
     Ring<STAGES> ring;
     if (group == 2) {
         ptx::fewer_registers<kLoader>();
-        if (warp == 0 && lane == 0) {
-            ptx::prefetch_map(&p.b);
-            for (int i = 0;; ++i) {
-                const Tile tile = hear<false>(m, i);
-                if (tile.expert < 0) break;
-                const int column = first_column(tile);
-                for (int done = 0; done < tile.rows; done += kDepth) {
-                    ptx::wait(m.empty(ring.stage), ring.phase ^ 1);
-                    ptx::arrive_expect(m.full(ring.stage), kBytesB);
-                    load_columns<CLUSTER, 1>(&p.b, m.b(ring.stage), m.full(ring.stage), rank, tile.row + done, column, 0);
-                    ring.next();
-                }
-            }
-        } else if (warp == 1 && lane == 0 && rank == 0) {
-            hand_out<CLUSTER>(m, p.tiles.counters, p.tiles.experts * tall * wide, [&](int t) {
+        const bool loads = warp == 0 && lane == 0;
+        Dealer<CLUSTER, decltype(m)> dealer(m, p.tiles.counters, p.tiles.experts * tall * wide);
+        const auto deal = [&] {
+            return dealer.deal([&](int t) {
                 const int expert = p.tiles.list[t / (tall * wide)];
                 const int start = expert > 0 ? p.tiles.ends[expert - 1] : 0;
                 return make_int4(expert, start, p.tiles.ends[expert] - start, t % (tall * wide));
             });
-        } else if (warp >= 2) {
-            // a warp copies 32 rows of depth, two at a time: 16 lanes for the 128 columns of each
-            const int top = (warp - 2) * 32, c = lane % 16;
-            for (int i = 0;; ++i) {
-                const Tile tile = hear<true>(m, i);
-                if (tile.expert < 0) break;
-                const int column = first_row(tile) + c * 8;
-                const bool held = column < p.rows;
-                const __nv_bfloat16* x = p.x + column;
-                const long long* index = p.index + tile.row + top + lane;
-                int left = tile.rows - top;
-                long long ahead = lane < left ? *index : 0;
-                for (; left > -top; left -= kDepth) {
-                    const unsigned source = static_cast<unsigned>(ahead) / p.per_row;
-                    index += kDepth;
-                    ahead = lane < left - kDepth ? *index : 0;  // a stage early: the copies wait for it
-                    ptx::wait(m.empty(ring.stage), ring.phase ^ 1);
-                    const uint32_t to = m.a(ring.stage) + c / 8 * (kDepth * 128) + (top + lane / 16) * 128;
-#pragma unroll 8
-                    for (int j = 0; j < 16; ++j) {
-                        const unsigned row = __shfl_sync(~0u, source, 2 * j + lane / 16);
-                        if (held && 2 * j + lane / 16 < left)
-                            ptx::copy16(to + j * 256 + (((c % 8) ^ ((2 * j + lane / 16) & 7)) << 4), x + row * p.stride);
-                    }
-                    ptx::arrive_after_copies(m.full(ring.stage));
-                    ring.next();
+        };
+        bool more = warp == 1 && lane == 0 && rank == 0 && deal() && deal();
+        // a warp copies 16 rows of depth, two at a time: 16 lanes for the 128 columns of each, of which eight know a row
+        const int own = lane / 16, c = lane % 16, known = c < 8 ? 2 * c + own : kDepth;
+        const uint32_t place = c / 8 * (kDepth * 128) + (warp * 16 + own) * 128 + ((c % 8 ^ own) << 4);
+        if (loads) ptx::prefetch_map(&p.b);
+        for (int i = 0;; ++i) {
+            const Tile tile = hear<true>(m, i);
+            if (tile.expert < 0) break;
+            if (more) more = deal();
+            const int column = first_row(tile) + c * 8;
+            const int4* x = ptx::kept(p.x + column / 8);
+            const long long* index = p.index + tile.row + warp * 16 + known;
+            int left = tile.rows - warp * 16;
+            unsigned ahead = known < left ? static_cast<unsigned>(*index) : 0;
+#pragma unroll 1
+            for (int done = 0; done < tile.rows; done += kDepth, left -= kDepth) {
+                const unsigned source = ahead / p.per_row * p.stride;
+                index += kDepth;
+                ahead = known < left - kDepth ? static_cast<unsigned>(*index) : 0;  // a stage early: the copies wait for it
+                ptx::wait(m.empty(ring.stage), ring.phase ^ 1);
+                if (loads) {
+                    ptx::arrive_expect(m.full(ring.stage), kBytesB);
+                    load_columns<CLUSTER, 1>(&p.b, m.b(ring.stage), m.full(ring.stage), rank, tile.row + done,
+                                             first_column(tile), 0);
                 }
+                __syncwarp();
+                const int limit = (column < p.rows ? left : 0) - own;
+                const uint32_t to = m.a(ring.stage) + place;
+                unsigned from[8];
+#pragma unroll
+                for (int j = 0; j < 8; ++j) from[j] = __shfl_sync(~0u, source, j, 16);
+#pragma unroll
+                for (int j = 0; j < 8; ++j)
+                    if (2 * j < limit) ptx::copy16((to ^ (j % 4 << 5)) + j * 256, x + from[j]);
+                ptx::arrive_after_copies(m.full(ring.stage));
+                ring.next();
             }
         }
     } else {

@@ -45,11 +45,12 @@ void __syncthreads();
 inline void __syncwarp() { emulate::meet(1, 0, 0); }
 
 template <class T>
-inline T __shfl_sync(unsigned, T value, int source) {
+inline T __shfl_sync(unsigned, T value, int source, int width = 32) {
     uint64_t bits = 0;
     static_assert(sizeof(T) <= 8);
     std::memcpy(&bits, &value, sizeof(T));
-    bits = emulate::meet(2, bits, source % 32);
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    bits = emulate::meet(2, bits, lane / width * width + source % width);
     std::memcpy(&value, &bits, sizeof(T));
     return value;
 }

@@ -8,6 +8,10 @@
 namespace ptx {
 
 uint32_t address(const void* pointer);
+template <class T>
+inline const T* kept(const T* pointer) {
+    return pointer;
+}
 
 void init(uint32_t barrier, uint32_t count);
 inline void fence_init() {}
