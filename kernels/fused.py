@@ -5,7 +5,7 @@ Nothing reads a device value on the host.
 
 A core is a module with ``rows_mm``, ``up`` and ``wgrad`` as in ``wgmma.py``; ``tile_rows``, the height of a row tile;
 ``takes(a, w)``, whether it multiplies rows like ``a`` by matrices ``w`` [E, in, out]; ``takes_up``, whether it does so
-with an activation; and ``takes_wgrad``.
+with an activation; and ``takes_wgrad``. It may have ``pull_mm`` and ``takes_pull`` as in ``pingpong.py``.
 
 Rows of dropped slots hold anything in a and h.
 """
@@ -130,16 +130,23 @@ class Fused:
             return library.down_backward(dy, h, rows, weights, w2, b2, consts, spec, need)
         rowwise = _module("rowwise")
         source = Gather(rows.order, 1 if spec.combine is Combine.ROWS else rows.top_k)
-        da = dots = None
-        if need & {Grad.X, Grad.WEIGHTS}:
-            da = core.rows_mm(dy, source, back, None, _tiles(core, rows, dy))
         need_w = Grad.WEIGHTS in need and weights is not None
-        if need_w and b2 is not None:
-            dots = _dots(dy, b2)
-        dh, scaled, dweights = rowwise.pull(
-            h, da, rows, weights, dots, spec, need_h=Grad.X in need, need_a=Grad.W2 in need, need_w=need_w
-        )
-        del da
+        if b2 is None and need >= {Grad.X, Grad.W2} and _pulls(core, dy, back, h, spec):
+            dh, scaled, dots = core.pull_mm(
+                dy, source, back, h, None if weights is None else weights.to(spec.weight_dtype).float().contiguous(),
+                spec.halves, _tiles(core, rows, dy),
+            )  # fmt: skip
+            dweights = rowwise.slot_sums(dots, rows, weights) if need_w else None
+        else:
+            da = dots = None
+            if need & {Grad.X, Grad.WEIGHTS}:
+                da = core.rows_mm(dy, source, back, None, _tiles(core, rows, dy))
+            if need_w and b2 is not None:
+                dots = _dots(dy, b2)
+            dh, scaled, dweights = rowwise.pull(
+                h, da, rows, weights, dots, spec, need_h=Grad.X in need, need_a=Grad.W2 in need, need_w=need_w
+            )
+            del da
         dw2 = db2 = None
         if scaled is not None:
             dw2 = self._wgrad(dy, source, scaled, rows, transposed=spec.w2 is Layout.IN_OUT)
@@ -183,6 +190,11 @@ class Fused:
         """The cores, the fastest for such rows first."""
         many = rows.order.numel() > FEW_ROWS * rows.offsets.numel()
         return map(_module, self.cores if many else self.cores[::-1])
+
+
+def _pulls(core: ModuleType, dy: Tensor, w: Tensor, h: Tensor, spec: ExpertsSpec) -> bool:
+    """Whether ``core`` has dA with the backward of the activation inside."""
+    return hasattr(core, "takes_pull") and core.takes_pull(dy, w, h, spec.activation, spec.halves)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def wgrad(gathered: Tensor, gather: Gather, dense: Tensor, offsets: Tensor, *, t
     ``gather`` reads and ``dense`` [rows, N]; ``transposed``: [E, N, M]. Zero for experts without rows."""
     m, n, experts = gathered.shape[1], dense.shape[1], offsets.shape[0]
     out = dense.new_empty((experts, n, m) if transposed else (experts, m, n))
-    ranked, counters = largest_first(offsets), torch.zeros(3, dtype=torch.int32, device=offsets.device)
+    ranked, counters = largest_first(offsets)
     args = WgradArgs(
         b=tensor_map(dense, DEPTH // CLUSTER, 64),
         tiles=Tiles(ranked.data_ptr(), counters.data_ptr(), offsets.data_ptr(), experts),

@@ -192,13 +192,16 @@ def _ranked_kernel(offsets, ranked, E, BLOCK: tl.constexpr, CHUNK: tl.constexpr)
         ahead, _others = _ahead(offsets, start, e, rows, E, CHUNK)
         rank += tl.sum(ahead.to(tl.int32), 0)
     tl.store(ranked + rank, e, mask=e < E)
+    tl.store(ranked + e, 0, mask=(e >= E) & (e < E + 3))
 
 
-def largest_first(offsets: Tensor) -> Tensor:
-    """int32 [E], the experts by their rows, most first; ``offsets`` as in :class:`Rows`."""
-    ranked, experts = torch.empty_like(offsets), offsets.numel()
-    _ranked_kernel[(triton.cdiv(experts, 64),)](offsets, ranked, experts, BLOCK=64, CHUNK=16)
-    return ranked
+def largest_first(offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """(int32 [E], the experts by their rows, most first; three zeros int32, counters for who hands out their tiles).
+    ``offsets`` as in :class:`Rows`."""
+    experts = offsets.numel()
+    ranked = offsets.new_empty(experts + 3)
+    _ranked_kernel[(triton.cdiv(experts + 3, 64),)](offsets, ranked, experts, BLOCK=64, CHUNK=16)
+    return ranked[:experts], ranked[experts:]
 
 
 @triton.jit
@@ -324,6 +327,27 @@ def pull(
             BINS=triton.next_power_of_2(rows.offsets.numel()), ROWS=rows_each, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return dh, scaled, dweights
+
+
+@triton.jit
+def _slot_sums_kernel(parts, out, inverse, offsets, E, n, C, BLOCK: tl.constexpr):
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(inverse + slot, mask=slot < n, other=0)
+    kept = (slot < n) & (row < tl.load(offsets + E - 1))
+    total = tl.zeros((BLOCK,), tl.float32)
+    for c in range(C):
+        total += tl.load(parts + row * C + c, mask=kept, other=0.0)
+    tl.store(out + slot, total.to(out.dtype.element_ty), mask=slot < n)
+
+
+def slot_sums(parts: Tensor, rows: Rows, like: Tensor) -> Tensor:
+    """Like ``like`` [T, K]: each slot's row of ``parts``, float32 [N, C], summed in order; zero for dropped slots."""
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    n = rows.order.numel()
+    _slot_sums_kernel[(triton.cdiv(n, 256),)](
+        parts, out, rows.inverse, rows.offsets, rows.offsets.numel(), n, parts.shape[1], BLOCK=256
+    )
+    return out
 
 
 @triton.jit

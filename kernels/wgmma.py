@@ -124,7 +124,7 @@ def wgrad(gathered: Tensor, gather: Gather | None, dense: Tensor, offsets: Tenso
     index, slots = (offsets, 1) if gather is None else (gather.index, gather.slots)
     wgrad_kernel[(_programs(dense.device),)](
         _desc(gathered, [BK, BM]), gathered, gathered.stride(0), index, _desc(dense, [BK, BN]), dense, dense.stride(0),
-        offsets, largest_first(offsets), _desc(out.flatten(0, 1), [OUT, BM] if transposed else [BM, OUT]), out,
+        offsets, largest_first(offsets)[0], _desc(out.flatten(0, 1), [OUT, BM] if transposed else [BM, OUT]), out,
         experts, m, n, -(-m // BM), -(-n // BN), GATHER=gather is not None, SLOTS=slots, TRANSPOSED=transposed, BM=BM,
         BN=BN, BK=BK, STAGES=STAGES, ROWS_FIRST=True, PRODUCER=WGRAD_REGISTERS, num_warps=8,
     )  # fmt: skip

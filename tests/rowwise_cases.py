@@ -48,7 +48,8 @@ def test_tiles_cover_each_row_once_largest_experts_first(tokens: int, top_k: int
     want = [[e, row, min(tile, ends[e] - row)] for e in ranked for row in range(starts[e], ends[e], tile)]
     assert tiles[: int(number[0])].tolist() == want and len(want) <= len(tiles)
     assert number[1:].tolist() == [0, 0]
-    assert rowwise.largest_first(rows.offsets).tolist() == ranked
+    order, counters = rowwise.largest_first(rows.offsets)
+    assert order.tolist() == ranked and counters.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -96,6 +97,18 @@ def test_the_backward_of_the_activation(inter: int, combine: Combine, halves: Ha
         want[slot] += dots[slot // top_k, e]
         torch.testing.assert_close(dweights.view(-1), want, atol=1e-3, rtol=1e-4)
     assert rowwise.pull(h, None, rows, weights, None, spec, need_h=False, need_a=False, need_w=False) == (None,) * 3
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), SHAPES)
+def test_sums_of_a_slots_parts(tokens: int, top_k: int, experts: int) -> None:
+    rows = rows_of(choices(tokens, top_k, experts), experts)
+    parts = torch.randn(tokens * top_k, 5, device=DEVICE)
+    kept = rows.slots() < rows.offsets[-1]
+    parts[int(rows.offsets[-1]) :] = float("nan")  # dropped rows hold anything
+    got = rowwise.slot_sums(parts, rows, torch.empty(top_k, tokens, dtype=torch.float16, device=DEVICE).t())
+    want = torch.where(kept, parts.sum(1)[rows.slots()], 0.0)
+    assert got.dtype is torch.float16 and got.is_contiguous()
+    torch.testing.assert_close(got, want.half())
 
 
 @pytest.mark.parametrize("weighted", [False, True])

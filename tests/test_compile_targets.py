@@ -271,6 +271,7 @@ def test_row_wise_kernels(device: str, experts: int, compile_for: Callable) -> N
         rowwise.combine(meta(8192, 2048, dtype=BF16), rows, weights, F32, BF16)
         rowwise.pull(h, da, rows, weights, None, spec, need_a=True, need_h=True, need_w=True)
         rowwise.sum_rows(da, Gather(order, 8), offsets, weights, F32)
+        rowwise.slot_sums(meta(8192, 4, dtype=F32), rows, weights)
 
     sound(device, compile_for(device, launch))
 
