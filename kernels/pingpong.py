@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_inductor.activation import Call, Expr, parse
 from moe_inductor.spec import Halves
 
-from .cuda.driver import RowsArgs, Tiles, WgradArgs, launch, tensor_map
+from .cuda.driver import Divide, RowsArgs, Tiles, WgradArgs, launch, tensor_map
 from .family import Gather
 from .rowwise import largest_first
 
@@ -123,7 +123,7 @@ def wgrad(gathered: Tensor, gather: Gather, dense: Tensor, offsets: Tensor, *, t
     args = WgradArgs(
         b=tensor_map(dense, DEPTH // CLUSTER, 64),
         tiles=Tiles(ranked.data_ptr(), counters.data_ptr(), offsets.data_ptr(), experts),
-        x=gathered.data_ptr(), stride=gathered.stride(0) // 8, index=gather.index.data_ptr(), per_row=gather.slots,
+        x=gathered.data_ptr(), stride=gathered.stride(0) // 8, index=gather.index.data_ptr(), divide=Divide.by(gather.slots),
         out=out.data_ptr(), rows=m, columns=n,
     )  # fmt: skip
     launch(f"wgrad{'_transposed' if transposed else ''}_{CLUSTER}", args, _programs(dense.device), dense.device)
@@ -173,7 +173,7 @@ def _run(
         args.a = tensor_map(a, ROWS, DEPTH)
     else:
         args.x, args.stride = a.data_ptr(), a.stride(0) // 8
-        args.index, args.per_row = gather.index.data_ptr(), gather.slots
+        args.index, args.divide = gather.index.data_ptr(), Divide.by(gather.slots)
     if bias is not None:
         args.bias = bias.data_ptr()
     args.tiles = Tiles(tiles[0].data_ptr(), tiles[1].data_ptr(), None, w.shape[0])

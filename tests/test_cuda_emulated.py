@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from moe_inductor.kernels.cuda.driver import RowsArgs, Tiles, WgradArgs
+from moe_inductor.kernels.cuda.driver import Divide, RowsArgs, Tiles, WgradArgs
 from moe_inductor.kernels.family import Gather
 from moe_inductor.spec import Halves
 from tests.emulate.host import (
@@ -147,7 +147,7 @@ def check_rows(
     args = RowsArgs(
         b=tensor_map(stored.flatten(0, 1), 64 // cluster if kernel.in_out else PART),
         tiles=Tiles(tiles.data_ptr(), counters.data_ptr(), None, experts),
-        per_row=per_row,
+        divide=Divide.by(per_row),
         out=out.value.data_ptr(),
         h=h.value.data_ptr() if kernel.gated and saved else 0,
         bias=bias.data_ptr() if kernel.bias else 0,
@@ -257,7 +257,7 @@ def check_wgrad(
         x=x.data_ptr(),
         stride=x.stride(0) // 8,
         index=index.data_ptr(),
-        per_row=per_row,
+        divide=Divide.by(per_row),
         out=out.value.data_ptr(),
         rows=rows,
         columns=columns,

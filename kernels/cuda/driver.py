@@ -36,6 +36,18 @@ class Tiles(ctypes.Structure):
     )
 
 
+class Divide(ctypes.Structure):
+    """``Divide`` of pipeline.cuh: n // by is ``n * factor >> shift`` for n below 2**31."""
+
+    _fields_ = (("factor", ctypes.c_uint), ("shift", ctypes.c_uint))
+
+    @classmethod
+    def by(cls, divisor: int) -> Divide:
+        """Division by ``divisor`` from 1 to 2**31 - 1."""
+        shift = 31 + (divisor - 1).bit_length()
+        return cls((1 << shift) // divisor + 1, shift)
+
+
 class RowsArgs(ctypes.Structure):
     """``RowsArgs`` of grouped.cu, less the bytes after the last field."""
 
@@ -46,7 +58,7 @@ class RowsArgs(ctypes.Structure):
         ("x", ctypes.c_void_p),
         ("index", ctypes.c_void_p),
         ("stride", ctypes.c_uint),
-        ("per_row", ctypes.c_uint),
+        ("divide", Divide),
         ("out", ctypes.c_void_p),
         ("h", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -71,7 +83,7 @@ class WgradArgs(ctypes.Structure):
         ("x", ctypes.c_void_p),
         ("index", ctypes.c_void_p),
         ("stride", ctypes.c_uint),
-        ("per_row", ctypes.c_uint),
+        ("divide", Divide),
         ("out", ctypes.c_void_p),
         ("rows", ctypes.c_int),
         ("columns", ctypes.c_int),

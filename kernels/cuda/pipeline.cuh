@@ -16,6 +16,14 @@ struct Tiles {
     int experts;
 };
 
+/// Division of numbers below 2**31 by one that the host knows, ``driver.divide``.
+struct Divide {
+    unsigned factor, shift;
+    __device__ unsigned operator()(unsigned n) const {
+        return static_cast<unsigned>(static_cast<unsigned long long>(n) * factor >> shift);
+    }
+};
+
 namespace {
 
 constexpr int kRows = 128, kColumns = 192, kDepth = 64;

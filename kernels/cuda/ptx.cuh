@@ -10,10 +10,10 @@ __device__ __forceinline__ uint32_t address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// ``pointer``, of which the compiler forgets how it came about: it stays in registers.
+/// The same, but the compiler forgets how it came about: it stays in registers.
 template <class T>
 __device__ __forceinline__ const T* kept(const T* pointer) {
-    asm("" : "+l"(pointer));
+    asm volatile("" : "+l"(pointer));
     return pointer;
 }
 

@@ -110,6 +110,7 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
     Ring<STAGES> ring;
     if (group == 2) {
         ptx::fewer_registers<kLoader>();
+        const Place own{__shfl_sync(~0u, m.base, 0)};  // in a register, not computed again at each use
         const int width = KIND == Kind::kGated ? kPart : kColumns;
         const int columns = ((KIND == Kind::kGated ? p.columns / 2 : p.columns) + width - 1) / width;
         const bool loads = warp == 0 && lane == 0, deals = warp == 1 && lane == 0 && rank == 0;
@@ -129,43 +130,55 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
         if (!GATHERED && deals)
             while (more) more = deal();
         else if (GATHERED || loads) {
-            // a warp copies 32 rows, four at a time: 8 lanes for the 64 columns of each
-            const int top = warp * 32 + lane / 8;
+            // a warp copies 32 rows, four at a time: 8 lanes for the 64 columns of each; a lane knows where one row starts,
+            // the last that counts for those that do not
+            const uint32_t top = (warp * 32 + lane / 8) * 128 + ((lane % 8 ^ lane / 8) << 4);
+            const auto source = [&](const Tile& tile) {
+                const int held = rows_of(tile), r = warp * 32 + lane < held ? warp * 32 + lane : held - 1;
+                return !GATHERED || tile.expert < 0 || held <= 0 ? 0 : p.divide(p.index[row_of(tile) + r]) * p.stride;
+            };
             if (loads) ptx::prefetch_map(&p.b);
-            for (int i = 0;; ++i) {
-                const Tile tile = hear<GATHERED>(m, i);
-                if (tile.expert < 0) break;
-                if (more) more = deal();
-                if constexpr (GATHERED) __syncwarp();
-                const int held = rows_of(tile), row = row_of(tile);
-                int first = tile.column * kColumns, second = first + kPart;
-                if constexpr (KIND == Kind::kGated) first = p.gate + tile.column * kPart, second = p.up + tile.column * kPart;
-                if constexpr (!MN_B) first += tile.expert * p.columns, second += tile.expert * p.columns;
-                unsigned from[8];
-                if constexpr (GATHERED) {  // for rows that do not count: the last that does
-                    const int own = warp * 32 + lane < held ? warp * 32 + lane : held - 1;
-                    const unsigned source = held > 0 ? static_cast<unsigned>(p.index[row + own]) / p.per_row * p.stride : 0;
-#pragma unroll
-                    for (int j = 0; j < 8; ++j) from[j] = __shfl_sync(~0u, source, 4 * j + lane / 8);
-                }
+            Tile next = hear<GATHERED>(own, 0);
+            unsigned from = source(next);
+            for (int i = 0; next.expert >= 0; ++i) {
+                const int held = rows_of(next), row = row_of(next), depth = MN_B ? next.expert * p.depth : 0;
+                int first = next.column * kColumns, second = first + kPart;
+                if constexpr (KIND == Kind::kGated) first = p.gate + next.column * kPart, second = p.up + next.column * kPart;
+                if constexpr (!MN_B) first += next.expert * p.columns, second += next.expert * p.columns;
                 const int4* x = p.x + lane % 8;
+                unsigned offset[8];
+                if constexpr (GATHERED) {
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) offset[j] = __shfl_sync(~0u, from, 4 * j + lane / 8);
+                }
 #pragma unroll 1
-                for (int s = 0; s < steps; ++s, x += kDepth / 8) {
-                    ptx::wait(m.empty(ring.stage), ring.phase ^ 1);
+                for (int s = 0; s < steps; ++s) {
+                    if (s == steps / 2) {  // while stages are full: what the next tile needs first
+                        if (more) more = deal();
+                        if constexpr (GATHERED) __syncwarp();
+                        next = hear<GATHERED>(own, i + 1);
+                        from = source(next);
+                    }
+                    const int4* at[4];  // half of them while there is time, in registers of their own
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) at[j] = ptx::kept(x + offset[j]);
+                    ptx::wait(own.empty(ring.stage), ring.phase ^ 1);
                     if (loads) {
-                        const bool own = !GATHERED && held > 0;
-                        ptx::arrive_expect(m.full(ring.stage), kBytesB + (own ? kBytesA : 0));
-                        if (own) ptx::load(m.a(ring.stage), &p.a, m.full(ring.stage), s * kDepth, row);
-                        load_columns<CLUSTER, MN_B>(&p.b, m.b(ring.stage), m.full(ring.stage), rank,
-                                                    s * kDepth + (MN_B ? tile.expert * p.depth : 0), first, second);
+                        const bool dense = !GATHERED && held > 0;
+                        ptx::arrive_expect(own.full(ring.stage), kBytesB + (dense ? kBytesA : 0));
+                        if (dense) ptx::load(own.a(ring.stage), &p.a, own.full(ring.stage), s * kDepth, row);
+                        load_columns<CLUSTER, MN_B>(&p.b, own.b(ring.stage), own.full(ring.stage), rank, s * kDepth + depth,
+                                                    first, second);
                     }
                     if constexpr (GATHERED) {
                         if (warp * 32 < held) {
-                            const uint32_t even = m.a(ring.stage) + top * 128 + ((lane % 8 ^ lane / 8) << 4), odd = even ^ 64;
+                            const uint32_t even = own.a(ring.stage) + top, odd = even ^ 64;
 #pragma unroll
-                            for (int j = 0; j < 8; ++j) ptx::copy16((j & 1 ? odd : even) + j * 512, x + from[j]);
+                            for (int j = 0; j < 8; ++j)
+                                ptx::copy16((j & 1 ? odd : even) + j * 512, j < 4 ? at[j] : x + offset[j]);
                         }
-                        ptx::arrive_after_copies(m.full(ring.stage));
+                        ptx::arrive_after_copies(own.full(ring.stage));
+                        x = ptx::kept(x + kDepth / 8);
                     }
                     ring.next();
                 }

@@ -7,8 +7,9 @@ struct RowsArgs {
     CUtensorMap a, b;      // a: rows [N, depth]; b: [E * columns, depth] or [E * depth, columns]
     Tiles tiles;
     const int4* x;           // rows to gather from, 16 * ``stride`` bytes apart
-    const long long* index;  // row r is row index[r] / per_row of x
-    unsigned stride, per_row;
+    const long long* index;  // row r is row divide(index[r]) of x
+    unsigned stride;
+    Divide divide;
     __nv_bfloat16* out;
     __nv_bfloat16* h;           // null: not saved
     const __nv_bfloat16* bias;  // [E, columns] or null
@@ -22,6 +23,6 @@ struct RowsArgs {
 };
 
 // driver.py has the same fields
-static_assert(offsetof(RowsArgs, tiles) == 256 && offsetof(RowsArgs, x) == 288 && offsetof(RowsArgs, out) == 312 &&
-              offsetof(RowsArgs, depth) == 336 && offsetof(RowsArgs, limit) == 356 &&
-              offsetof(RowsArgs, dots) == 376 && sizeof(RowsArgs) <= 512);
+static_assert(offsetof(RowsArgs, tiles) == 256 && offsetof(RowsArgs, x) == 288 && offsetof(RowsArgs, out) == 320 &&
+              offsetof(RowsArgs, depth) == 344 && offsetof(RowsArgs, limit) == 364 &&
+              offsetof(RowsArgs, dots) == 384 && sizeof(RowsArgs) <= 512);

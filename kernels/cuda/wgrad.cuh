@@ -8,14 +8,15 @@ struct WgradArgs {
     Tiles tiles;
     const int4* x;  // gathered rows [., rows], 16 * ``stride`` bytes apart
     const long long* index;
-    unsigned stride, per_row;
+    unsigned stride;
+    Divide divide;  // by the rows of x that a row stands for
     __nv_bfloat16* out;  // [E, rows, columns] or [E, columns, rows]
     int rows, columns;
 };
 
 // driver.py has the same fields
-static_assert(offsetof(WgradArgs, tiles) == 128 && offsetof(WgradArgs, x) == 160 && offsetof(WgradArgs, out) == 184 &&
-              offsetof(WgradArgs, columns) == 196 && sizeof(WgradArgs) <= 512);
+static_assert(offsetof(WgradArgs, tiles) == 128 && offsetof(WgradArgs, x) == 160 && offsetof(WgradArgs, out) == 192 &&
+              offsetof(WgradArgs, columns) == 204 && sizeof(WgradArgs) <= 512);
 
 namespace {
 
@@ -74,6 +75,7 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
     Ring<STAGES> ring;
     if (group == 2) {
         ptx::fewer_registers<kLoader>();
+        const Place own{__shfl_sync(~0u, m.base, 0)};  // in a register, not computed again at each use
         const bool loads = warp == 0 && lane == 0;
         Dealer<CLUSTER, decltype(m)> dealer(m, p.tiles.counters, p.tiles.experts * tall * wide);
         const auto deal = [&] {
@@ -85,41 +87,54 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
         };
         bool more = warp == 1 && lane == 0 && rank == 0 && deal() && deal();
         // a warp copies 16 rows of depth, two at a time: 16 lanes for the 128 columns of each, of which eight know a row
-        const int own = lane / 16, c = lane % 16, known = c < 8 ? 2 * c + own : kDepth;
-        const uint32_t place = c / 8 * (kDepth * 128) + (warp * 16 + own) * 128 + ((c % 8 ^ own) << 4);
+        const int low = lane / 16, c = lane % 16, known = c < 8 ? warp * 16 + 2 * c + low : 1 << 30;
+        const uint32_t place = c / 8 * (kDepth * 128) + (warp * 16 + low) * 128 + ((c % 8 ^ low) << 4);
+        const auto source = [&](const Tile& tile, int done) {
+            return tile.expert >= 0 && known < tile.rows - done ? static_cast<unsigned>(p.index[tile.row + done + known]) : 0;
+        };
         if (loads) ptx::prefetch_map(&p.b);
-        for (int i = 0;; ++i) {
-            const Tile tile = hear<true>(m, i);
-            if (tile.expert < 0) break;
-            if (more) more = deal();
+        Tile next = hear<true>(own, 0);
+        unsigned from = source(next, 0);
+        for (int i = 0; next.expert >= 0; ++i) {
+            const Tile tile = next;
+            const auto look = [&] {  // while stages are full: what the next tile needs first
+                if (more) more = deal();
+                __syncwarp();
+                next = hear<true>(own, i + 1);
+            };
+            if (tile.rows == 0) look();
             const int column = first_row(tile) + c * 8;
-            const int4* x = ptx::kept(p.x + column / 8);
-            const long long* index = p.index + tile.row + warp * 16 + known;
-            int left = tile.rows - warp * 16;
-            unsigned ahead = known < left ? static_cast<unsigned>(*index) : 0;
+            const bool held = column < p.rows, all = __all_sync(~0u, held);
+            const int4* x = ptx::kept(p.x + (held ? column / 8 : 0));
 #pragma unroll 1
-            for (int done = 0; done < tile.rows; done += kDepth, left -= kDepth) {
-                const unsigned source = ahead / p.per_row * p.stride;
-                index += kDepth;
-                ahead = known < left - kDepth ? static_cast<unsigned>(*index) : 0;  // a stage early: the copies wait for it
-                ptx::wait(m.empty(ring.stage), ring.phase ^ 1);
+            for (int done = 0; done < tile.rows; done += kDepth) {
+                const unsigned offset = p.divide(from) * p.stride;
+                if (done / kDepth == tile.rows / kDepth / 2) look();
+                from = done + kDepth < tile.rows ? source(tile, done + kDepth) : source(next, 0);
+                const int4* at[8];
+#pragma unroll
+                for (int j = 0; j < 8; ++j) at[j] = x + __shfl_sync(~0u, offset, j, 16);
+                ptx::wait(own.empty(ring.stage), ring.phase ^ 1);
                 if (loads) {
-                    ptx::arrive_expect(m.full(ring.stage), kBytesB);
-                    load_columns<CLUSTER, 1>(&p.b, m.b(ring.stage), m.full(ring.stage), rank, tile.row + done,
+                    ptx::arrive_expect(own.full(ring.stage), kBytesB);
+                    load_columns<CLUSTER, 1>(&p.b, own.b(ring.stage), own.full(ring.stage), rank, tile.row + done,
                                              first_column(tile), 0);
                 }
                 __syncwarp();
-                const int limit = (column < p.rows ? left : 0) - own;
-                const uint32_t to = m.a(ring.stage) + place;
-                unsigned from[8];
+                const uint32_t to = own.a(ring.stage) + place;
+                const int left = tile.rows - done - warp * 16;
+                if (all && left >= 16) {
 #pragma unroll
-                for (int j = 0; j < 8; ++j) from[j] = __shfl_sync(~0u, source, j, 16);
+                    for (int j = 0; j < 8; ++j) ptx::copy16((to ^ (j % 4 << 5)) + j * 256, at[j]);
+                } else {
 #pragma unroll
-                for (int j = 0; j < 8; ++j)
-                    if (2 * j < limit) ptx::copy16((to ^ (j % 4 << 5)) + j * 256, x + from[j]);
-                ptx::arrive_after_copies(m.full(ring.stage));
+                    for (int j = 0; j < 8; ++j)
+                        if (held && 2 * j + low < left) ptx::copy16((to ^ (j % 4 << 5)) + j * 256, at[j]);
+                }
+                ptx::arrive_after_copies(own.full(ring.stage));
                 ring.next();
             }
+            if (tile.rows == 0) from = source(next, 0);
         }
     } else {
         ptx::more_registers<kMultiplier>();

@@ -55,6 +55,12 @@ inline T __shfl_sync(unsigned, T value, int source, int width = 32) {
     return value;
 }
 
+inline int __all_sync(unsigned mask, int value) {
+    int all = 1;
+    for (int lane = 0; lane < 32; ++lane) all &= __shfl_sync(mask, value, lane) != 0;
+    return all;
+}
+
 template <class T>
 inline T __shfl_xor_sync(unsigned mask, T value, int lanes) {
     return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % 32) ^ lanes);
