@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_inductor.activation import Call, Expr, parse
 from moe_inductor.spec import Halves
 
-from .cuda.driver import Divide, RowsArgs, Tiles, WgradArgs, launch, tensor_map
+from .cuda.driver import Divide, RowsArgs, Tiles, WgradArgs, launch, ready, tensor_map
 from .family import Gather
 from .rowwise import largest_first
 
@@ -46,7 +46,7 @@ def takes(a: Tensor, w: Tensor) -> bool:
     even = depth % DEPTH == 0 and columns % 8 == 0 and a.stride(0) % 8 == 0 and a.stride(1) == 1
     aligned = a.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0
     small = 0 < a.shape[0] < 1 << 31 and w.shape[0] * max(depth, columns) < 1 << 31
-    return a.dtype is w.dtype is torch.bfloat16 and dense and even and aligned and small
+    return a.dtype is w.dtype is torch.bfloat16 and dense and even and aligned and small and ready(a.device)
 
 
 def takes_up(x: Tensor, w: Tensor, bias: Tensor | None, activation: str, halves: Halves) -> bool:
@@ -56,12 +56,11 @@ def takes_up(x: Tensor, w: Tensor, bias: Tensor | None, activation: str, halves:
 
 def takes_wgrad(gathered: Tensor, dense: Tensor) -> bool:
     """Whether there is a kernel for the weight gradient of rows ``gathered`` [., M] and ``dense`` [., N]."""
-    sound = all(
+    return ready(dense.device) and all(
         t.dtype is torch.bfloat16 and t.stride(0) % 8 == 0 and t.stride(1) == 1 and t.data_ptr() % 16 == 0
         and t.shape[1] % 8 == 0 and 0 < t.shape[0] < 1 << 31
         for t in (gathered, dense)
     )  # fmt: skip
-    return sound
 
 
 def rows_mm(a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor]) -> Tensor:

@@ -330,6 +330,7 @@ def core(request: pytest.FixtureRequest, machine: Machine, monkeypatch: pytest.M
 
     monkeypatch.setattr(pingpong, "CLUSTER", request.param)
     monkeypatch.setattr(pingpong, "launch", launch)
+    monkeypatch.setattr(pingpong, "ready", lambda device: True)
     monkeypatch.setattr(pingpong, "tensor_map", tensor_map)
     monkeypatch.setattr(pingpong, "largest_first", _ranked)
     monkeypatch.setattr(pingpong, "_programs", lambda device: 4)

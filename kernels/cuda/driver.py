@@ -127,6 +127,18 @@ def launch(name: str, args: RowsArgs | WgradArgs, programs: int, device: torch.d
 
 
 @functools.cache
+def ready(device: torch.device) -> bool:
+    """Whether the kernels are here and run on ``device``."""
+    if device.type != "cuda" or not CUBIN.exists() or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        _library()
+    except (OSError, RuntimeError):  # no driver of that name, or one too old for the kernels
+        return False
+    return True
+
+
+@functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 

@@ -184,10 +184,10 @@ __device__ __forceinline__ void end_turn(uint32_t passed, int lane) {
     if (lane == 0) ptx::arrive(passed);
 }
 
-/// ``steps`` whole stages into d, ``HALVES`` blocks of 64 rows. A stage is given back one later, when nothing reads it.
-template <int HALVES, int CLUSTER, int STAGES, int MN_A, int MN_B, bool GATHERED, class M>
-__device__ __forceinline__ void multiply(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int steps, int lane,
-                                         uint32_t passed) {
+/// ``steps`` whole stages into d, ``HALVES`` blocks of 64 rows. A stage is given back one later, when nothing reads it;
+/// the last, whose number is returned, is not: its matmuls may still run. ``ONTO``: d is not overwritten.
+template <bool ONTO, int HALVES, int CLUSTER, int STAGES, int MN_A, int MN_B, bool GATHERED, class M>
+__device__ __forceinline__ int start(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int steps, int lane) {
     int before = 0;
     for (int s = 0; s < steps; ++s) {
         ptx::wait(m.full(ring.stage), ring.phase);
@@ -195,7 +195,7 @@ __device__ __forceinline__ void multiply(float (&d)[2][96], const M& m, Ring<STA
         ptx::mma_fence();
 #pragma unroll
         for (int k = 0; k < kDepth / 16; ++k)
-            issue<HALVES, MN_A, MN_B>(d, m.a(ring.stage), m.b(ring.stage), k, s > 0 || k > 0);
+            issue<HALVES, MN_A, MN_B>(d, m.a(ring.stage), m.b(ring.stage), k, ONTO || s > 0 || k > 0);
         ptx::mma_commit();
         if (s > 0) {
             ptx::mma_wait<1>();
@@ -204,9 +204,17 @@ __device__ __forceinline__ void multiply(float (&d)[2][96], const M& m, Ring<STA
         before = ring.stage;
         ring.next();
     }
-    if (passed != 0) end_turn(passed, lane);
+    return before;
+}
+
+/// The same for at least one stage to its end, and the turn's.
+template <int HALVES, int CLUSTER, int STAGES, int MN_A, int MN_B, bool GATHERED, class M>
+__device__ __forceinline__ void multiply(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int steps, int lane,
+                                         uint32_t passed) {
+    const int last = start<false, HALVES, CLUSTER, STAGES, MN_A, MN_B, GATHERED>(d, m, ring, steps, lane);
+    end_turn(passed, lane);
     ptx::mma_wait<0>();
-    if (steps > 0 && lane == 0) arrive_everywhere<CLUSTER>(m.empty(before));
+    if (lane == 0) arrive_everywhere<CLUSTER>(m.empty(last));
 }
 
 }  // namespace

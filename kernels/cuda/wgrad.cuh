@@ -20,31 +20,37 @@ static_assert(offsetof(WgradArgs, tiles) == 128 && offsetof(WgradArgs, x) == 160
 
 namespace {
 
-/// The last stage of a weight gradient, of which ``rows`` < 64 count. Beside an expert's last rows lie another's: both
-/// operands become zero there, since 0 * NaN is not.
+/// Onto d, the product of ``rows`` rows of depth. Beside the last of them in their stage lie another expert's: both operands
+/// become zero there, since 0 * NaN is not.
 template <int CLUSTER, int STAGES, class M>
-__device__ __forceinline__ void multiply_tail(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int rows, bool accumulate,
-                                              int lane, uint32_t passed) {
+__device__ __forceinline__ void multiply_rows(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int rows, int lane,
+                                              uint32_t passed) {
     constexpr int kChunks = (kRows + kColumns) / 8;
-    ptx::wait(m.full(ring.stage), ring.phase);
-    const uint32_t a = m.a(ring.stage), b = m.b(ring.stage);
-    const int blocks = (rows + 15) / 16;
-    for (int i = threadIdx.x % 128; i < (blocks * 16 - rows) * kChunks; i += 128) {
-        const int row = rows + i / kChunks, c = i % kChunks;
-        ptx::store16(a + c / 8 * (kDepth * 128) + row * 128 + c % 8 * 16, make_int4(0, 0, 0, 0));
-    }
-    ptx::fence_async();
-    ptx::sync(1 + threadIdx.x / 128, 128);
+    const int whole = rows / kDepth, rest = rows % kDepth, blocks = (rest + 15) / 16;
+    const int last = start<true, 2, CLUSTER, STAGES, 1, 1, true>(d, m, ring, whole, lane);
+    if (rest > 0) ptx::wait(m.full(ring.stage), ring.phase);
     end_turn(passed, lane);
+    if (rest > 0) {
+        const uint32_t a = m.a(ring.stage), b = m.b(ring.stage);
+        for (int i = threadIdx.x % 128; i < (blocks * 16 - rest) * kChunks; i += 128) {
+            const int row = rest + i / kChunks, c = i % kChunks;
+            ptx::store16(a + c / 8 * (kDepth * 128) + row * 128 + c % 8 * 16, make_int4(0, 0, 0, 0));
+        }
+        ptx::fence_async();
+        ptx::sync(1 + threadIdx.x / 128, 128);
 #pragma unroll 1
-    for (int k = 0; k < blocks; ++k) {
-        ptx::mma_fence();
-        issue<2, 1, 1>(d, a, b, k, accumulate || k > 0);
+        for (int k = 0; k < blocks; ++k) {
+            ptx::mma_fence();
+            issue<2, 1, 1>(d, a, b, k, true);
+        }
         ptx::mma_commit();
-        ptx::mma_wait<0>();
     }
-    if (lane == 0) arrive_everywhere<CLUSTER>(m.empty(ring.stage));
-    ring.next();
+    ptx::mma_wait<0>();
+    if (lane == 0) {
+        if (whole > 0) arrive_everywhere<CLUSTER>(m.empty(last));
+        if (rest > 0) arrive_everywhere<CLUSTER>(m.empty(ring.stage));
+    }
+    if (rest > 0) ring.next();
 }
 
 /// 64 x 192 results of a weight gradient, of which a warp holds 16 rows, in the order of the operands.
@@ -143,21 +149,16 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
         for (int i = 0;; ++i) {
             const Tile tile = hear<true>(m, i);
             if (tile.expert < 0) break;
-            const int whole = tile.rows / kDepth, rest = tile.rows % kDepth;
             if ((i & 1) != group) {
-                ring.skip(whole + (rest > 0));
+                ring.skip((tile.rows + kDepth - 1) / kDepth);
                 continue;
             }
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int j = 0; j < 96; ++j) d[half][j] = 0.0f;
             wait_turn(m, i, group);
-            multiply<2, CLUSTER, STAGES, 1, 1, true>(d, m, ring, whole, lane, rest > 0 ? 0 : m.passed(group));
-            if (rest > 0) {
-                multiply_tail<CLUSTER>(d, m, ring, rest, whole > 0, lane, m.passed(group));
-            } else if (whole == 0) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-#pragma unroll
-                    for (int j = 0; j < 96; ++j) d[half][j] = 0.0f;
-            }
+            multiply_rows<CLUSTER>(d, m, ring, tile.rows, lane, m.passed(group));
             const int row = first_row(tile), column = first_column(tile);
             if constexpr (TRANSPOSED) {
                 const int thread = threadIdx.x % 128;
