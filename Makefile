@@ -63,10 +63,13 @@ wheel-check: $(STAMP)-dev
 test-matrix:
 	@PYTHON="$(PYTHON)" bash .ci/test-matrix $(CELLS)
 
-cubin: kernels/cuda/grouped.cubin
+CUDA := $(sort kernels/cuda/grouped.cu $(wildcard kernels/cuda/*.cuh))
 
-kernels/cuda/grouped.cubin: kernels/cuda/grouped.cu $(wildcard kernels/cuda/*.cuh)
-	$(NVCC) -std=c++17 -O3 -cubin -gencode=arch=compute_90a,code=sm_90a -o $@ $<
+cubin: kernels/cuda/grouped.sha256
+
+kernels/cuda/grouped.sha256: $(CUDA)
+	$(NVCC) -std=c++17 -O3 -cubin -gencode=arch=compute_90a,code=sm_90a -o kernels/cuda/grouped.cubin $<
+	cat $(CUDA) kernels/cuda/grouped.cubin | sha256sum | cut -d' ' -f1 > $@
 
 clean:
 	rm -rf $(VENV) .venvs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
