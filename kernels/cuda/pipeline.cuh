@@ -32,7 +32,8 @@ constexpr int kSlots = 4;                        // tiles handed out ahead
 constexpr int kGroup = 8;                        // row tiles that take turns with one tile of columns
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
 constexpr int kThreads = 384, kGatherers = 128;
-constexpr int kLoader = 40, kMultiplier = (504 - kLoader) / 2;  // registers of a thread
+constexpr int kTurns = 3;                        // named barriers of the two warpgroups; 1 and 2 are theirs alone
+constexpr int kLoader = 56, kMultiplier = (504 - kLoader) / 2;  // registers of a thread
 
 struct Tile {
     int expert, row, rows, column;
@@ -44,7 +45,7 @@ template <int STAGES, int RESULTS>
 struct Memory {
     uint32_t base;
     static constexpr int kBarriers = STAGES * (kBytesA + kBytesB) + RESULTS;
-    static constexpr int kBytes = kBarriers + kSlots * 16 + (2 * STAGES + 2 * kSlots + 2) * 8;
+    static constexpr int kBytes = kBarriers + kSlots * 16 + (2 * STAGES + 2 * kSlots) * 8;
     __device__ uint32_t a(int s) const { return base + s * (kBytesA + kBytesB); }
     __device__ uint32_t b(int s) const { return a(s) + kBytesA; }
     __device__ uint32_t results() const { return base + STAGES * (kBytesA + kBytesB); }
@@ -53,7 +54,6 @@ struct Memory {
     __device__ uint32_t empty(int s) const { return full(STAGES + s); }
     __device__ uint32_t told(int i) const { return full(2 * STAGES + i); }
     __device__ uint32_t heard(int i) const { return full(2 * STAGES + kSlots + i); }
-    __device__ uint32_t passed(int group) const { return full(2 * STAGES + 2 * kSlots + group); }
 };
 
 /// The place in the ring and the parity of its phase.
@@ -132,7 +132,6 @@ __device__ void set_up(const M& m) {
             ptx::init(m.told(i), 1);
             ptx::init(m.heard(i), (8 + (GATHERED ? 4 : 1)) * CLUSTER);
         }
-        for (int group = 0; group < 2; ++group) ptx::init(m.passed(group), 4);
         ptx::fence_init();
     }
     __syncthreads();
@@ -160,33 +159,37 @@ __device__ __forceinline__ void load_columns(const CUtensorMap* map, uint32_t to
     }
 }
 
+/// Zeros: a sum starts anew. A matmul that overwrites would leave the registers to it, also between two tiles.
+__device__ __forceinline__ void clear(float (&d)[2][96]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int j = 0; j < 96; ++j) d[half][j] = 0.0f;
+}
+
 /// Starts the k-th step of 16 of a stage.
 template <int HALVES, int MN_A, int MN_B>
-__device__ __forceinline__ void issue(float (&d)[2][96], uint32_t a, uint32_t b, int k, bool accumulate) {
+__device__ __forceinline__ void issue(float (&d)[2][96], uint32_t a, uint32_t b, int k) {
     const uint64_t right = ptx::describe(b + k * (MN_B ? 2048 : 32), MN_B ? kDepth * 128 : 16, 1024);
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
         const uint32_t at = a + half * (64 * kDepth * 2) + k * (MN_A ? 2048 : 32);
-        ptx::mma<MN_A, MN_B>(d[half], ptx::describe(at, MN_A ? kDepth * 128 : 16, 1024), right, accumulate);
+        ptx::mma<MN_A, MN_B>(d[half], ptx::describe(at, MN_A ? kDepth * 128 : 16, 1024), right);
     }
 }
 
 /// Before tile i: until the other warpgroup has seen every stage of tile i - 1. A parity tells a phase from the one before
-/// only, so whoever skips those stages would take their first filling for its own.
-template <class M>
-__device__ __forceinline__ void wait_turn(const M& m, int i, int group) {
-    if (i > 0) ptx::wait(m.passed(group ^ 1), (i - 1) / 2 & 1);
+/// only, so whoever skips those stages would take their first filling for its own. A named barrier: nobody spins.
+__device__ __forceinline__ void wait_turn(int i, int group) {
+    if (i > 0) ptx::sync(kTurns + group, 256);
 }
 
-/// The end of that turn, for a warp.
-__device__ __forceinline__ void end_turn(uint32_t passed, int lane) {
-    __syncwarp();
-    if (lane == 0) ptx::arrive(passed);
-}
+/// The end of that turn, for a warp of ``group``.
+__device__ __forceinline__ void end_turn(int group) { ptx::arrive_named(kTurns + (group ^ 1), 256); }
 
-/// ``steps`` whole stages into d, ``HALVES`` blocks of 64 rows. A stage is given back one later, when nothing reads it;
-/// the last, whose number is returned, is not: its matmuls may still run. ``ONTO``: d is not overwritten.
-template <bool ONTO, int HALVES, int CLUSTER, int STAGES, int MN_A, int MN_B, bool GATHERED, class M>
+/// ``steps`` whole stages onto d, ``HALVES`` blocks of 64 rows. A stage is given back one later, when nothing reads it;
+/// the last, whose number is returned, is not: its matmuls may still run.
+template <int HALVES, int CLUSTER, int STAGES, int MN_A, int MN_B, bool GATHERED, class M>
 __device__ __forceinline__ int start(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int steps, int lane) {
     int before = 0;
     for (int s = 0; s < steps; ++s) {
@@ -195,7 +198,7 @@ __device__ __forceinline__ int start(float (&d)[2][96], const M& m, Ring<STAGES>
         ptx::mma_fence();
 #pragma unroll
         for (int k = 0; k < kDepth / 16; ++k)
-            issue<HALVES, MN_A, MN_B>(d, m.a(ring.stage), m.b(ring.stage), k, ONTO || s > 0 || k > 0);
+            issue<HALVES, MN_A, MN_B>(d, m.a(ring.stage), m.b(ring.stage), k);
         ptx::mma_commit();
         if (s > 0) {
             ptx::mma_wait<1>();
@@ -210,9 +213,9 @@ __device__ __forceinline__ int start(float (&d)[2][96], const M& m, Ring<STAGES>
 /// The same for at least one stage to its end, and the turn's.
 template <int HALVES, int CLUSTER, int STAGES, int MN_A, int MN_B, bool GATHERED, class M>
 __device__ __forceinline__ void multiply(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int steps, int lane,
-                                         uint32_t passed) {
-    const int last = start<false, HALVES, CLUSTER, STAGES, MN_A, MN_B, GATHERED>(d, m, ring, steps, lane);
-    end_turn(passed, lane);
+                                         int group) {
+    const int last = start<HALVES, CLUSTER, STAGES, MN_A, MN_B, GATHERED>(d, m, ring, steps, lane);
+    end_turn(group);
     ptx::mma_wait<0>();
     if (lane == 0) arrive_everywhere<CLUSTER>(m.empty(last));
 }

@@ -80,6 +80,11 @@ __device__ __forceinline__ void sync(uint32_t id, uint32_t threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/// Arrives at the same without waiting.
+__device__ __forceinline__ void arrive_named(uint32_t id, uint32_t threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -118,8 +123,10 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-/// Waits for all copies of this thread.
-__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+/// Asks for a line in the second level cache.
+__device__ __forceinline__ void prefetch(const void* at) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
+}
 
 /// Makes ordinary writes to shared memory visible to the tensor cores.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -223,18 +230,18 @@ __device__ __forceinline__ uint64_t describe(uint32_t at, uint32_t block, uint32
            static_cast<uint64_t>(step >> 4) << 32 | 1ull << 62;
 }
 
-/// d (+)= a x b on the tensor cores, asynchronously: 64 x 192 x 16 in bf16, d in registers, a and b by descriptors.
-/// ``MN_A``, ``MN_B``: the operand's rows in shared memory are steps of the depth. ``accumulate`` 0 overwrites d.
+/// d += a x b on the tensor cores, asynchronously: 64 x 192 x 16 in bf16, d in registers, a and b by descriptors.
+/// ``MN_A``, ``MN_B``: the operand's rows in shared memory are steps of the depth.
 template <int MN_A, int MN_B>
-__device__ __forceinline__ void mma(float (&d)[96], uint64_t a, uint64_t b, int accumulate) {
+__device__ __forceinline__ void mma(float (&d)[96], uint64_t a, uint64_t b) {
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
         "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
         "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
         "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "
         "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95 "
-        "}, %96, %97, p, 1, 1, %99, %100; }\n"
+        "}, %96, %97, 1, 1, 1, %98, %99;\n"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
           "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
@@ -249,7 +256,7 @@ __device__ __forceinline__ void mma(float (&d)[96], uint64_t a, uint64_t b, int 
           "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]),
           "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]),
           "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-        : "l"(a), "l"(b), "r"(accumulate), "n"(MN_A), "n"(MN_B));
+        : "l"(a), "l"(b), "n"(MN_A), "n"(MN_B));
 }
 
 }  // namespace ptx

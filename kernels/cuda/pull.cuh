@@ -5,72 +5,88 @@
 
 namespace {
 
-/// 16 rows of a slice of both halves of h on their way to ``place``, ``rows`` of them.
-__device__ __forceinline__ void fetch(uint32_t place, const RowsArgs& p, long long row, int rows, int column, int lane) {
-    const __nv_bfloat16* h = p.saved + row * 2 * p.columns + column;
+/// The routing weights of a tile's rows, of which a warp has 16 in each block of 64, a lane one; and a call for their rows
+/// of h, which come into the second level cache while others work.
+__device__ __forceinline__ float prepare(const RowsArgs& p, const Tile& tile, int row, int rows, int lane) {
+    const int r = lane % 16 + lane / 16 * 64;
+    if (r >= rows) return 0.0f;
+    const __nv_bfloat16* h = p.saved + static_cast<long long>(row + r) * 2 * p.columns;
 #pragma unroll
-    for (int i = 0; i < 16 * kSlice / 8 / 32; ++i) {
-        const int chunk = lane + 32 * i, r = chunk / (kSlice / 8), c = chunk % (kSlice / 8) * 8;
-        if (r < rows && column + c < p.columns) {
-            const __nv_bfloat16* from = h + static_cast<long long>(r) * 2 * p.columns + c;
-            ptx::copy16(place + r * kPitchS + c * 2, from + p.gate);
-            ptx::copy16(place + 16 * kPitchS + r * kPitchS + c * 2, from + p.up);
+    for (int i = 0; i < kColumns; i += 64) {
+        const int column = tile.column * kColumns + i;
+        if (column < p.columns) {
+            ptx::prefetch(h + p.gate + column);
+            ptx::prefetch(h + p.up + column);
         }
     }
+    return p.scale == nullptr ? 1.0f : p.scale[p.index[row + r]];
 }
 
-/// Two columns of da: the gate and the up at ``at`` become their gradients, scale * a follows them, and ``dot`` grows by
-/// da * a where ``held``. da is rounded, as a product of its own would be.
-__device__ __forceinline__ void pull_pair(float low, float high, float& dot, uint32_t at, float scale, bool held) {
-    const float2 g = ptx::unpack(ptx::load4(at)), u = ptx::unpack(ptx::load4(at + 16 * kPitchS));
-    low = rounded(low), high = rounded(high);
+/// Two columns of da, gate and up: both become their gradients, da scale * a; the result is da * a. da is rounded, as a
+/// product of its own would be.
+__device__ __forceinline__ float pull_pair(uint32_t& da, uint32_t& gate, uint32_t& up, float scale) {
+    const float2 g = ptx::unpack(gate), u = ptx::unpack(up);
+    float2 d = ptx::unpack(da);
     const float s0 = sigmoid(g.x), s1 = sigmoid(g.y);
     const float b0 = g.x * s0, b1 = g.y * s1, a0 = b0 * u.x, a1 = b1 * u.y;
-    ptx::store4(at + 32 * kPitchS, ptx::pack(a0 * scale, a1 * scale));
-    if (held) dot += low * a0 + high * a1;
-    low *= scale, high *= scale;
-    ptx::store4(at, ptx::pack(low * u.x * (s0 + b0 * (1.0f - s0)), high * u.y * (s1 + b1 * (1.0f - s1))));
-    ptx::store4(at + 16 * kPitchS, ptx::pack(low * b0, high * b1));
+    const float dot = d.x * a0 + d.y * a1;
+    da = ptx::pack(a0 * scale, a1 * scale);
+    d.x *= scale, d.y *= scale;
+    gate = ptx::pack(d.x * u.x * (s0 + b0 * (1.0f - s0)), d.y * u.y * (s1 + b1 * (1.0f - s1)));
+    up = ptx::pack(d.x * b0, d.y * b1);
+    return dot;
 }
 
-/// The gradients of 64 rows, of which a warp holds 16 x 192 of da. ``fetched``: the first slice of h is under way.
+__device__ __forceinline__ float pull_chunk(int4& da, int4& gate, int4& up, float scale) {
+    uint32_t* d = reinterpret_cast<uint32_t*>(&da);
+    uint32_t *g = reinterpret_cast<uint32_t*>(&gate), *u = reinterpret_cast<uint32_t*>(&up);
+    float dot = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) dot += pull_pair(d[i], g[i], u[i], scale);
+    return dot;
+}
+
+/// The gradients of the rows of which a warp holds 16 x 192 of da: through shared memory, then eight lanes a row. Lane
+/// ``first`` + r knows the weight of row r.
 __device__ __forceinline__ void pull_rows(const float (&d)[96], const RowsArgs& p, const Tile& tile, int row, int rows,
-                                          uint32_t place, bool fetched, int lane) {
-    float scale[2] = {1.0f, 1.0f}, dot[2] = {0.0f, 0.0f};
+                                          float scales, int first, uint32_t place, int lane) {
+    constexpr int kWide = kColumns / 64;
+    put(place, d, lane);
+    put(place + 16 * kPitch, d + 48, lane);
+    __syncwarp();
+#pragma unroll 1
+    for (int r = lane / 8; r < 16; r += 4) {
+        const float scale = __shfl_sync(~0u, scales, first + r);
+        const long long at = static_cast<long long>(row + r) * p.columns + tile.column * kColumns;
+        int4 da[kWide], gate[kWide], up[kWide];
+        float dot = 0.0f;
 #pragma unroll
-    for (int low = 0; low < 2; ++low) {
-        const int r = lane / 4 + 8 * low;
-        if (p.scale != nullptr && r < rows) scale[low] = p.scale[p.index[row + r]];
-    }
-    __nv_bfloat16* dh = p.h + static_cast<long long>(row) * 2 * p.columns;
-    __nv_bfloat16* scaled = p.out + static_cast<long long>(row) * p.columns;
-#pragma unroll
-    for (int slice = 0; slice < kColumns / kSlice; ++slice) {
-        const int column = tile.column * kColumns + slice * kSlice;
-        if (slice || !fetched) fetch(place, p, row, rows, column, lane);
-        ptx::wait_copies();
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < kSlice / 8; ++i) {
-            const bool held = column + 8 * i < p.columns;
-            const uint32_t at = place + lane / 4 * kPitchS + i * 16 + lane % 4 * 4;
-            const float* v = d + slice * (kSlice / 2) + 4 * i;
-            pull_pair(v[0], v[1], dot[0], at, scale[0], held);
-            pull_pair(v[2], v[3], dot[1], at + 8 * kPitchS, scale[1], held);
+        for (int i = 0; i < kWide; ++i) {
+            const int c = lane % 8 * 8 + 64 * i;
+            if (r < rows && tile.column * kColumns + c < p.columns) {
+                const __nv_bfloat16* h = p.saved + at + static_cast<long long>(row + r) * p.columns + c;
+                gate[i] = *reinterpret_cast<const int4*>(h + p.gate);
+                up[i] = *reinterpret_cast<const int4*>(h + p.up);
+            }
         }
-        flush<kSlice, kPitchS>(place, dh + p.gate, 2 * p.columns, rows, column, p.columns, lane);
-        flush<kSlice, kPitchS>(place + 16 * kPitchS, dh + p.up, 2 * p.columns, rows, column, p.columns, lane);
-        flush<kSlice, kPitchS>(place + 32 * kPitchS, scaled, p.columns, rows, column, p.columns, lane);
-    }
 #pragma unroll
-    for (int low = 0; low < 2; ++low) {
-        const int r = lane / 4 + 8 * low;
-        dot[low] += __shfl_xor_sync(~0u, dot[low], 1);
-        dot[low] += __shfl_xor_sync(~0u, dot[low], 2);
+        for (int i = 0; i < kWide; ++i) {
+            const int c = lane % 8 * 8 + 64 * i;
+            if (r < rows && tile.column * kColumns + c < p.columns) {
+                da[i] = ptx::load16(place + c / kPart * (16 * kPitch) + r * kPitch + c % kPart * 2);
+                dot += pull_chunk(da[i], gate[i], up[i], scale);
+                __nv_bfloat16* dh = p.h + at + static_cast<long long>(row + r) * p.columns + c;
+                *reinterpret_cast<int4*>(dh + p.gate) = gate[i];
+                *reinterpret_cast<int4*>(dh + p.up) = up[i];
+                *reinterpret_cast<int4*>(p.out + at + c) = da[i];
+            }
+        }
+#pragma unroll
+        for (int lanes = 1; lanes < 8; lanes *= 2) dot += __shfl_xor_sync(~0u, dot, lanes);
         const int wide = (p.columns + kColumns - 1) / kColumns;
-        if (p.dots != nullptr && lane % 4 == 0 && r < rows)
-            p.dots[static_cast<long long>(row + r) * wide + tile.column] = dot[low];
+        if (lane % 8 == 0 && r < rows) p.dots[static_cast<long long>(row + r) * wide + tile.column] = dot;
     }
+    __syncwarp();
 }
 
 }  // namespace

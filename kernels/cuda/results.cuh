@@ -7,7 +7,6 @@ namespace {
 
 constexpr int kPitch = kPart * 2 + 16;           // bytes of a row of results on their way out: no two rows in one bank
 constexpr int kPitchT = kRows * 2 + 16;          // the same, of a column
-constexpr int kSlice = 48, kPitchS = kSlice * 2 + 16;  // the same, where three results leave together
 
 __device__ __forceinline__ float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
@@ -24,17 +23,15 @@ __device__ __forceinline__ void put(uint32_t place, const float* d, int lane) {
                                  ptx::pack(d[8 * j + 4], d[8 * j + 5]), ptx::pack(d[8 * j + 6], d[8 * j + 7]));
 }
 
-/// ``rows`` of 16 rows at ``place``, of ``COLUMNS`` in ``PITCH`` bytes, and the columns below ``limit``, to ``to``, whose
-/// first column is ``column``.
-template <int COLUMNS, int PITCH>
+/// ``rows`` of 16 rows at ``place``, and the columns below ``limit``, to ``to``, whose first column is ``column``.
 __device__ __forceinline__ void flush(uint32_t place, __nv_bfloat16* to, long long stride, int rows, int column, int limit,
                                       int lane) {
     __syncwarp();
 #pragma unroll 3
-    for (int i = 0; i < 16 * COLUMNS / 8 / 32; ++i) {
-        const int chunk = lane + 32 * i, row = chunk / (COLUMNS / 8), c = chunk % (COLUMNS / 8) * 8;
+    for (int i = 0; i < 16 * kPart / 8 / 32; ++i) {
+        const int chunk = lane + 32 * i, row = chunk / (kPart / 8), c = chunk % (kPart / 8) * 8;
         if (row < rows && column + c < limit)
-            *reinterpret_cast<int4*>(to + row * stride + column + c) = ptx::load16(place + row * PITCH + c * 2);
+            *reinterpret_cast<int4*>(to + row * stride + column + c) = ptx::load16(place + row * kPitch + c * 2);
     }
     __syncwarp();
 }

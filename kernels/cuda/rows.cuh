@@ -52,13 +52,13 @@ __device__ __forceinline__ void store_rows(float (&d)[96], const RowsArgs& p, co
             for (int i = 0; i < 48; ++i) d[48 * half + i] = rounded(d[48 * half + i]);
             if (h != nullptr) {
                 put(place, d + 48 * half, lane);
-                flush<kPart, kPitch>(place, h + first, p.columns, rows, column, narrow, lane);
+                flush(place, h + first, p.columns, rows, column, narrow, lane);
             }
         }
 #pragma unroll
         for (int i = 0; i < 48; ++i) d[i] = activate<ACT>(d[i], d[48 + i], p.alpha, p.limit);
         put(place, d, lane);
-        flush<kPart, kPitch>(place, out, narrow, rows, column, narrow, lane);
+        flush(place, out, narrow, rows, column, narrow, lane);
     } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_rows(float (&d)[96], const RowsArgs& p, co
             __nv_bfloat16* to = KIND == Kind::kPlain ? out : h;
             if (to != nullptr) {
                 put(place, d + 48 * half, lane);
-                flush<kPart, kPitch>(place, to, p.columns, rows, column, p.columns, lane);
+                flush(place, to, p.columns, rows, column, p.columns, lane);
             }
         }
         if constexpr (KIND == Kind::kInterleaved) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ void store_rows(float (&d)[96], const RowsArgs& p, co
                 ptx::store2(at + i * 8, static_cast<uint16_t>(ptx::pack(top, 0.0f)));
                 ptx::store2(at + 8 * kPitch + i * 8, static_cast<uint16_t>(ptx::pack(low, 0.0f)));
             }
-            flush<kPart, kPitch>(place, out, narrow, rows, tile.column * kPart, narrow, lane);
+            flush(place, out, narrow, rows, tile.column * kPart, narrow, lane);
         }
     }
 }
@@ -89,7 +89,9 @@ __device__ __forceinline__ void store_rows(float (&d)[96], const RowsArgs& p, co
 /// Rows times their expert's matrix.
 template <Kind KIND, Act ACT, bool BIAS, int MN_B, bool GATHERED, int CLUSTER>
 __device__ __forceinline__ void rows_body(const RowsArgs& p) {
-    constexpr int STAGES = KIND == Kind::kPull ? 4 : 5, kPlace = KIND == Kind::kPull ? 3 * 16 * kPitchS : 16 * kPitch;
+    // the longest epilogues need eight registers more than the loading warps would like to keep
+    constexpr bool kLong = KIND == Kind::kGated || KIND == Kind::kPull;
+    constexpr int STAGES = KIND == Kind::kPull ? 4 : 5, kPlace = (KIND == Kind::kPull ? 2 : 1) * 16 * kPitch;
     using Place = Memory<STAGES, 8 * kPlace>;
     static_assert(Place::kBytes <= 232448);
     extern __shared__ __align__(1024) uint8_t shared[];
@@ -109,7 +111,7 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
     };
     Ring<STAGES> ring;
     if (group == 2) {
-        ptx::fewer_registers<kLoader>();
+        ptx::fewer_registers<kLong ? kLoader - 16 : kLoader>();
         const Place own{__shfl_sync(~0u, m.base, 0)};  // in a register, not computed again at each use
         const int width = KIND == Kind::kGated ? kPart : kColumns;
         const int columns = ((KIND == Kind::kGated ? p.columns / 2 : p.columns) + width - 1) / width;
@@ -185,14 +187,13 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
             }
         }
     } else {
-        ptx::more_registers<kMultiplier>();
-        float d[2][96];
+        ptx::more_registers<kLong ? kMultiplier + 8 : kMultiplier>();
         const uint32_t place = m.results() + (group * 4 + warp) * kPlace;
         // the results of the first ``halves`` blocks of 64 rows
-        const auto finish = [&](const Tile& tile, int row, int rows, int halves) {
+        const auto finish = [&](float (&d)[2][96], const Tile& tile, int row, int rows, int halves, float scales) {
             if constexpr (KIND == Kind::kPull) {
-                pull_rows(d[0], p, tile, row, rows < 16 ? rows : 16, place, true, lane);
-                if (halves == 2) pull_rows(d[1], p, tile, row + 64, rows - 64, place, false, lane);
+                pull_rows(d[0], p, tile, row, rows, scales, 0, place, lane);
+                if (halves == 2) pull_rows(d[1], p, tile, row + 64, rows - 64, scales, 16, place, lane);
             } else {
                 store_rows<KIND, ACT, BIAS>(d[0], p, tile, row, rows, place, lane);
                 if (halves == 2) store_rows<KIND, ACT, BIAS>(d[1], p, tile, row + 64, rows - 64, place, lane);
@@ -205,24 +206,25 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
                 ring.skip(steps);
                 continue;
             }
+            float d[2][96];
+            clear(d);
             const int rows = rows_of(tile), row = row_of(tile) + warp * 16;
             // what the epilogue reads first comes while the tensor cores work
-            if constexpr (KIND == Kind::kPull)
-                fetch(place, p, row, rows - warp * 16, tile.column * kColumns, lane);
-            wait_turn(m, i, group);
+            const float scales = KIND == Kind::kPull ? prepare(p, tile, row, rows - warp * 16, lane) : 0.0f;
+            wait_turn(i, group);
             if (rows > 64) {
-                multiply<2, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, m.passed(group));
-                finish(tile, row, rows - warp * 16, 2);
+                multiply<2, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, group);
+                finish(d, tile, row, rows - warp * 16, 2, scales);
             } else if (rows > 0) {
-                multiply<1, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, m.passed(group));
-                finish(tile, row, rows - warp * 16, 1);
+                multiply<1, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, group);
+                finish(d, tile, row, rows - warp * 16, 1, scales);
             } else {
                 for (int s = 0; s < steps; ++s, ring.next()) {
                     ptx::wait(m.full(ring.stage), ring.phase);
                     __syncwarp();
                     if (lane == 0) arrive_everywhere<CLUSTER>(m.empty(ring.stage));
                 }
-                end_turn(m.passed(group), lane);
+                end_turn(group);
             }
         }
     }

@@ -24,12 +24,12 @@ namespace {
 /// become zero there, since 0 * NaN is not.
 template <int CLUSTER, int STAGES, class M>
 __device__ __forceinline__ void multiply_rows(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int rows, int lane,
-                                              uint32_t passed) {
+                                              int group) {
     constexpr int kChunks = (kRows + kColumns) / 8;
     const int whole = rows / kDepth, rest = rows % kDepth, blocks = (rest + 15) / 16;
-    const int last = start<true, 2, CLUSTER, STAGES, 1, 1, true>(d, m, ring, whole, lane);
+    const int last = start<2, CLUSTER, STAGES, 1, 1, true>(d, m, ring, whole, lane);
     if (rest > 0) ptx::wait(m.full(ring.stage), ring.phase);
-    end_turn(passed, lane);
+    end_turn(group);
     if (rest > 0) {
         const uint32_t a = m.a(ring.stage), b = m.b(ring.stage);
         for (int i = threadIdx.x % 128; i < (blocks * 16 - rest) * kChunks; i += 128) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][96], const M& m, Rin
 #pragma unroll 1
         for (int k = 0; k < blocks; ++k) {
             ptx::mma_fence();
-            issue<2, 1, 1>(d, a, b, k, true);
+            issue<2, 1, 1>(d, a, b, k);
         }
         ptx::mma_commit();
     }
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_wgrad(float (&d)[96], __nv_bfloat16* out, 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         put(place, d + 48 * half, lane);
-        flush<kPart, kPitch>(place, out, columns, rows, column + half * kPart, columns, lane);
+        flush(place, out, columns, rows, column + half * kPart, columns, lane);
     }
 }
 
@@ -92,21 +92,25 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
             });
         };
         bool more = warp == 1 && lane == 0 && rank == 0 && deal() && deal();
-        // a warp copies 16 rows of depth, two at a time: 16 lanes for the 128 columns of each, of which eight know a row
-        const int low = lane / 16, c = lane % 16, known = c < 8 ? warp * 16 + 2 * c + low : 1 << 30;
+        // A warp copies 16 rows of depth, two at a time: 16 lanes for the 128 columns of each. A lane knows one row of every
+        // second stage, four stages ahead: indices take longer than a stage to come.
+        constexpr int kPair = 2 * kDepth;
+        const int low = lane / 16, c = lane % 16, known = c / 8 * kDepth + warp * 16 + c % 8 * 2 + low;
         const uint32_t place = c / 8 * (kDepth * 128) + (warp * 16 + low) * 128 + ((c % 8 ^ low) << 4);
         const auto source = [&](const Tile& tile, int done) {
             return tile.expert >= 0 && known < tile.rows - done ? static_cast<unsigned>(p.index[tile.row + done + known]) : 0;
         };
         if (loads) ptx::prefetch_map(&p.b);
         Tile next = hear<true>(own, 0);
-        unsigned from = source(next, 0);
+        unsigned first = source(next, 0), second = source(next, kPair);
         for (int i = 0; next.expert >= 0; ++i) {
             const Tile tile = next;
+            unsigned now = 0, soon = first, later = second;
             const auto look = [&] {  // while stages are full: what the next tile needs first
                 if (more) more = deal();
                 __syncwarp();
                 next = hear<true>(own, i + 1);
+                first = source(next, 0), second = source(next, kPair);
             };
             if (tile.rows == 0) look();
             const int column = first_row(tile) + c * 8;
@@ -114,12 +118,15 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
             const int4* x = ptx::kept(p.x + (held ? column / 8 : 0));
 #pragma unroll 1
             for (int done = 0; done < tile.rows; done += kDepth) {
-                const unsigned offset = p.divide(from) * p.stride;
+                if (done % kPair == 0) {
+                    now = p.divide(soon) * p.stride;
+                    soon = later;
+                    later = source(tile, done + 2 * kPair);
+                }
                 if (done / kDepth == tile.rows / kDepth / 2) look();
-                from = done + kDepth < tile.rows ? source(tile, done + kDepth) : source(next, 0);
                 const int4* at[8];
 #pragma unroll
-                for (int j = 0; j < 8; ++j) at[j] = x + __shfl_sync(~0u, offset, j, 16);
+                for (int j = 0; j < 8; ++j) at[j] = x + __shfl_sync(~0u, now, done % kPair / 8 + j, 16);
                 ptx::wait(own.empty(ring.stage), ring.phase ^ 1);
                 if (loads) {
                     ptx::arrive_expect(own.full(ring.stage), kBytesB);
@@ -140,11 +147,9 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
                 ptx::arrive_after_copies(own.full(ring.stage));
                 ring.next();
             }
-            if (tile.rows == 0) from = source(next, 0);
         }
     } else {
         ptx::more_registers<kMultiplier>();
-        float d[2][96];
         const uint32_t place = m.results() + (TRANSPOSED ? group * kPart * kPitchT : (group * 4 + warp) * 16 * kPitch);
         for (int i = 0;; ++i) {
             const Tile tile = hear<true>(m, i);
@@ -153,12 +158,10 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
                 ring.skip((tile.rows + kDepth - 1) / kDepth);
                 continue;
             }
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-#pragma unroll
-                for (int j = 0; j < 96; ++j) d[half][j] = 0.0f;
-            wait_turn(m, i, group);
-            multiply_rows<CLUSTER>(d, m, ring, tile.rows, lane, m.passed(group));
+            float d[2][96];
+            clear(d);
+            wait_turn(i, group);
+            multiply_rows<CLUSTER>(d, m, ring, tile.rows, lane, group);
             const int row = first_row(tile), column = first_column(tile);
             if constexpr (TRANSPOSED) {
                 const int thread = threadIdx.x % 128;

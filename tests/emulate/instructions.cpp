@@ -124,7 +124,7 @@ void multiply_next(Program& p, int warp) {
         const int top = t / 4, first = t % 4 * 2;
         for (int i = 0; i < 96; ++i) {
             const float sum = sums[top + i / 2 % 2 * 8][i / 4 * 8 + first + i % 2];
-            m.d[t][i] = m.accumulate ? m.d[t][i] + sum : sum;
+            m.d[t][i] += sum;
         }
     }
     ++g.done;
@@ -224,6 +224,16 @@ void wait_cluster(uint32_t barrier, uint32_t parity) {
 
 void sync(uint32_t id, uint32_t threads) { gather(self().named[id], threads, "bar.sync"); }
 
+void arrive_named(uint32_t id, uint32_t threads) {
+    Rendezvous& at = self().named[id];
+    if (at.arrived > 0 && at.threads != threads) fail("bar.arrive: %u threads, others said %u", threads, at.threads);
+    at.threads = threads;
+    if (++at.arrived < threads) return;
+    at.arrived = 0;
+    ++at.round;
+    wake(at.waiting);
+}
+
 void cluster_sync() {
     Cluster& c = *self().cluster;
     gather(c.all, static_cast<uint32_t>(c.programs.size()) * kThreads, "barrier.cluster");
@@ -256,10 +266,7 @@ void copy16(uint32_t to, const void* from) {
         current->copies.push_back({to, from});
 }
 
-void wait_copies() {
-    for (const Copy& c : current->copies) write(self(), c.to, c.from, 16, false, nullptr);
-    current->copies.clear();
-}
+void prefetch(const void*) {}
 
 void fence_async() { current->fenced = ++now; }
 
@@ -308,15 +315,15 @@ float exp2_approx(float x) { return std::exp2(x); }
 
 void mma_fence() { current->registers_fenced = true; }
 
-void mma_start(int mn_a, int mn_b, float* d, uint64_t a, uint64_t b, bool accumulate) {
+void mma_start(int mn_a, int mn_b, float* d, uint64_t a, uint64_t b) {
     Thread& t = *current;
     Program& p = self();
     Matmuls& g = t.warp->matmuls;
     if (!t.registers_fenced) fail("a matmul without a fence since the last wait");
-    Matmul fresh{mn_a, mn_b, accumulate, a, b};
+    Matmul fresh{mn_a, mn_b, a, b};
     fresh.fenced = ~0ull;
     Matmul& m = at_call(g.queue, t.matmuls++, g.done, fresh);
-    if (m.a != a || m.b != b || m.mn_a != mn_a || m.mn_b != mn_b || m.accumulate != accumulate)
+    if (m.a != a || m.b != b || m.mn_a != mn_a || m.mn_b != mn_b)
         fail("lanes of a warp start different matmuls");
     m.d[t.lane] = d;
     m.fenced = std::min(m.fenced, t.fenced);

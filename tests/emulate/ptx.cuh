@@ -23,6 +23,7 @@ void arrive_after_copies(uint32_t barrier);
 void wait(uint32_t barrier, uint32_t parity);
 void wait_cluster(uint32_t barrier, uint32_t parity);
 void sync(uint32_t id, uint32_t threads);
+void arrive_named(uint32_t id, uint32_t threads);
 void cluster_sync();
 uint32_t cluster_rank();
 
@@ -30,7 +31,7 @@ void prefetch_map(const void* map);
 void load(uint32_t to, const void* map, uint32_t barrier, int x, int y);
 void load_all(uint32_t to, const void* map, uint32_t barrier, int x, int y, uint16_t mask);
 void copy16(uint32_t to, const void* from);
-void wait_copies();
+void prefetch(const void* at);
 void fence_async();
 void store_at(uint32_t to, uint32_t rank, int4 value);
 int4 load16(uint32_t from);
@@ -74,10 +75,10 @@ inline uint64_t describe(uint32_t at, uint32_t block, uint32_t step) {
            static_cast<uint64_t>(step >> 4) << 32 | 1ull << 62;
 }
 
-void mma_start(int mn_a, int mn_b, float* d, uint64_t a, uint64_t b, bool accumulate);
+void mma_start(int mn_a, int mn_b, float* d, uint64_t a, uint64_t b);
 template <int MN_A, int MN_B>
-inline void mma(float (&d)[96], uint64_t a, uint64_t b, int accumulate) {
-    mma_start(MN_A, MN_B, d, a, b, accumulate != 0);
+inline void mma(float (&d)[96], uint64_t a, uint64_t b) {
+    mma_start(MN_A, MN_B, d, a, b);
 }
 
 }  // namespace ptx
