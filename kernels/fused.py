@@ -68,7 +68,8 @@ class Fused:
         if core is None:
             return None
         source = Gather(rows.order, rows.top_k)
-        a, h = core.up(x, source, w, bias, spec.activation, spec.halves, _tiles(core, rows, x, lists), save=save)
+        tiles = _tiles(core, rows, x, lists, gathered=True)
+        a, h = core.up(x, source, w, bias, spec.activation, spec.halves, tiles, save=save)
         return a, h
 
     def up_backward(
@@ -134,13 +135,13 @@ class Fused:
         if b2 is None and need >= {Grad.X, Grad.W2} and _pulls(core, dy, back, h, spec):
             dh, scaled, dots = core.pull_mm(
                 dy, source, back, h, None if weights is None else weights.to(spec.weight_dtype).float().contiguous(),
-                spec.halves, _tiles(core, rows, dy),
+                spec.halves, _tiles(core, rows, dy, gathered=True),
             )  # fmt: skip
             dweights = rowwise.slot_sums(dots, rows, weights) if need_w else None
         else:
             da = dots = None
             if need & {Grad.X, Grad.WEIGHTS}:
-                da = core.rows_mm(dy, source, back, None, _tiles(core, rows, dy))
+                da = core.rows_mm(dy, source, back, None, _tiles(core, rows, dy, gathered=True))
             if need_w and b2 is not None:
                 dots = _dots(dy, b2)
             dh, scaled, dweights = rowwise.pull(
@@ -201,9 +202,11 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _tiles(core: ModuleType, rows: Rows, a: Tensor, lists: Lists | None = None) -> tuple[Tensor, Tensor]:
+def _tiles(
+    core: ModuleType, rows: Rows, a: Tensor, lists: Lists | None = None, *, gathered: bool = False
+) -> tuple[Tensor, Tensor]:
     """The row tiles for a product of rows like ``a``, and a place for them in ``lists``."""
-    tile = core.tile_rows(rows.order.numel(), rows.offsets.numel(), a.dtype)
+    tile = core.tile_rows(rows.order.numel(), rows.offsets.numel(), a.dtype, gathered=gathered)
     lists = {} if lists is None else lists
     if tile not in lists:
         lists[tile] = _module("rowwise").row_tiles(rows, tile)

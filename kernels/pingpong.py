@@ -20,8 +20,9 @@ from .cuda.driver import Divide, RowsArgs, Tiles, WgradArgs, launch, ready, tens
 from .family import Gather
 from .rowwise import largest_first
 
-#: Programs that share weights: 1 or 2.
-CLUSTER = 2
+#: Programs that share weights, 1 or 2: of rows that are gathered, which each program copies itself at its own pace, and of
+#: others.
+CLUSTER_GATHERED, CLUSTER_DENSE = 1, 2
 #: Rows and columns of a program's tile, columns that are loaded at a time, depth of a stage.
 ROWS, COLUMNS, PART, DEPTH = 128, 192, 96, 64
 
@@ -34,9 +35,9 @@ _CLAMPED = (
 )
 
 
-def tile_rows(n: int, experts: int, dtype: torch.dtype) -> int:
+def tile_rows(n: int, experts: int, dtype: torch.dtype, *, gathered: bool = False) -> int:
     """Rows of a row tile."""
-    return ROWS * CLUSTER
+    return ROWS * _cluster(gathered)
 
 
 def takes(a: Tensor, w: Tensor) -> bool:
@@ -119,13 +120,15 @@ def wgrad(gathered: Tensor, gather: Gather, dense: Tensor, offsets: Tensor, *, t
     m, n, experts = gathered.shape[1], dense.shape[1], offsets.shape[0]
     out = dense.new_empty((experts, n, m) if transposed else (experts, m, n))
     ranked, counters = largest_first(offsets)
+    cluster = _cluster(True)
     args = WgradArgs(
-        b=tensor_map(dense, DEPTH // CLUSTER, 64),
+        b=tensor_map(dense, DEPTH // cluster, 64),
         tiles=Tiles(ranked.data_ptr(), counters.data_ptr(), offsets.data_ptr(), experts),
         x=gathered.data_ptr(), stride=gathered.stride(0) // 8, index=gather.index.data_ptr(), divide=Divide.by(gather.slots),
         out=out.data_ptr(), rows=m, columns=n,
     )  # fmt: skip
-    launch(f"wgrad{'_transposed' if transposed else ''}_{CLUSTER}", args, _programs(dense.device), dense.device)
+    name = f"wgrad{'_transposed' if transposed else ''}_{cluster}"
+    launch(name, args, _programs(dense.device, cluster), dense.device)
     return out
 
 
@@ -164,8 +167,9 @@ def _run(
     name: str, a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor],
     args: RowsArgs,
 ) -> None:  # fmt: skip
+    cluster = _cluster(gather is not None)
     if w.stride(2) == 1:
-        args.b = tensor_map(w.flatten(0, 1), DEPTH // CLUSTER, 64)
+        args.b = tensor_map(w.flatten(0, 1), DEPTH // cluster, 64)
     else:
         args.b = tensor_map(w.transpose(1, 2).flatten(0, 1), PART, DEPTH)
     if gather is None:
@@ -177,9 +181,13 @@ def _run(
         args.bias = bias.data_ptr()
     args.tiles = Tiles(tiles[0].data_ptr(), tiles[1].data_ptr(), None, w.shape[0])
     args.depth, args.columns = w.shape[1], w.shape[2]
-    launch(f"{name}_{CLUSTER}", args, _programs(a.device), a.device)
+    launch(f"{name}_{cluster}", args, _programs(a.device, cluster), a.device)
 
 
-@functools.lru_cache(maxsize=16)
-def _programs(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count // CLUSTER * CLUSTER
+def _cluster(gathered: bool) -> int:  # noqa: FBT001
+    return CLUSTER_GATHERED if gathered else CLUSTER_DENSE
+
+
+@functools.cache
+def _programs(device: torch.device, cluster: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count // cluster * cluster

@@ -170,7 +170,7 @@ def _wgrad_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=here_m & here_n)
 
 
-def tile_rows(n: int, experts: int, dtype: torch.dtype) -> int:
+def tile_rows(n: int, experts: int, dtype: torch.dtype, *, gathered: bool = False) -> int:
     """Rows of the row tiles that the functions here expect for ``n`` routed rows: 16, 32, 64 or 128."""
     return tuning.tile_height(n / experts, dtype)
 

@@ -40,7 +40,7 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS, WGRAD_REGISTERS = 232, 40, 56
 
 
 
-def tile_rows(n: int, experts: int, dtype: torch.dtype) -> int:
+def tile_rows(n: int, experts: int, dtype: torch.dtype, *, gathered: bool = False) -> int:
     """Rows of a row tile."""
     return BM
 

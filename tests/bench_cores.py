@@ -1,6 +1,6 @@
 """The grouped matmuls of one layer, core against core and against one dense matmul of the same size, on a GPU.
 
-    python tests/bench_cores.py [--shapes 30B,235B] [--cores wgmma,pingpong] [--set pingpong.CLUSTER=1] [--seconds 0.5]
+    python tests/bench_cores.py [--shapes 30B,235B] [--cores wgmma,pingpong] [--set pingpong.CLUSTER_DENSE=1] [--seconds 0.5]
 
 Training form, bf16, 16384 tokens, uniform routing. For each: ms of a run from idle (the median of five), ms, TF/s, SM
 clock and power of runs back to back, where the card settles at its limit of power, and the largest difference from the
@@ -50,21 +50,21 @@ def products(shape: str) -> Iterator[tuple[str, tuple[int, int, int], Callable[[
     n, gather = TOKENS * top_k, Gather(rows.order, top_k)
     lists: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def tiles(core) -> tuple[Tensor, Tensor]:
-        tall = core.tile_rows(n, experts, BF16)
+    def tiles(core, gathered: bool) -> tuple[Tensor, Tensor]:
+        tall = core.tile_rows(n, experts, BF16, gathered=gathered)
         return lists.setdefault(tall, rowwise.row_tiles(rows, tall))
 
     x, dy, a, dh = normal(TOKENS, hidden), normal(TOKENS, hidden), normal(n, inter), normal(n, 2 * inter)
     w1, w2 = (normal(experts, out, into) * into**-0.5 for out, into in ((2 * inter, hidden), (hidden, inter)))
 
     def up(core) -> Tensor:
-        made = core.up(x, gather, w1.mT, None, "swiglu", Halves.GATE_UP, tiles(core), save=True)
+        made = core.up(x, gather, w1.mT, None, "swiglu", Halves.GATE_UP, tiles(core, True), save=True)
         return made[0]
 
     yield "up", (n, 2 * inter, hidden), up
-    yield "down", (n, hidden, inter), lambda core: core.rows_mm(a, None, w2.mT, None, tiles(core))
-    yield "dA", (n, inter, hidden), lambda core: core.rows_mm(dy, gather, w2, None, tiles(core))
-    yield "dX", (n, hidden, 2 * inter), lambda core: core.rows_mm(dh, None, w1, None, tiles(core))
+    yield "down", (n, hidden, inter), lambda core: core.rows_mm(a, None, w2.mT, None, tiles(core, False))
+    yield "dA", (n, inter, hidden), lambda core: core.rows_mm(dy, gather, w2, None, tiles(core, True))
+    yield "dX", (n, hidden, 2 * inter), lambda core: core.rows_mm(dh, None, w1, None, tiles(core, False))
     yield "dW1", (2 * inter, hidden, n), lambda core: core.wgrad(x, gather, dh, rows.offsets, transposed=True)
     yield "dW2", (hidden, inter, n), lambda core: core.wgrad(dy, gather, a, rows.offsets, transposed=False)
 

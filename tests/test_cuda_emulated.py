@@ -328,12 +328,13 @@ def core(request: pytest.FixtureRequest, machine: Machine, monkeypatch: pytest.M
         error = machine.run(name, args, grid=programs, seed=len(name))
         assert error == "", error
 
-    monkeypatch.setattr(pingpong, "CLUSTER", request.param)
+    monkeypatch.setattr(pingpong, "CLUSTER_GATHERED", request.param)
+    monkeypatch.setattr(pingpong, "CLUSTER_DENSE", request.param)
     monkeypatch.setattr(pingpong, "launch", launch)
     monkeypatch.setattr(pingpong, "ready", lambda device: True)
     monkeypatch.setattr(pingpong, "tensor_map", tensor_map)
     monkeypatch.setattr(pingpong, "largest_first", _ranked)
-    monkeypatch.setattr(pingpong, "_programs", lambda device: 4)
+    monkeypatch.setattr(pingpong, "_programs", lambda device, cluster: 4)
     return pingpong
 
 

@@ -40,7 +40,8 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         names.add(name.rpartition("_")[0])
         plain(name, args, programs, device)
 
-    monkeypatch.setattr(pingpong, "CLUSTER", request.param)
+    monkeypatch.setattr(pingpong, "CLUSTER_GATHERED", request.param)
+    monkeypatch.setattr(pingpong, "CLUSTER_DENSE", request.param)
     monkeypatch.setattr(pingpong, "launch", launch)
     monkeypatch.setattr(fused, "FEW_ROWS", 0)
     monkeypatch.setattr(fused, "library", NoLibrary())

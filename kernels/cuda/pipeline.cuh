@@ -80,13 +80,21 @@ __device__ void arrive_everywhere(uint32_t barrier) {
 }
 
 /// The i-th tile of this cluster, for one thread or for a whole warp; ``expert`` is negative after the last.
-template <bool WARP, class M>
+template <bool WARP, int CLUSTER, class M>
 __device__ Tile hear(const M& m, int i) {
     const int slot = i % kSlots;
-    ptx::wait_cluster(m.told(slot), (i / kSlots) & 1);
+    if constexpr (CLUSTER == 1)
+        ptx::wait(m.told(slot), (i / kSlots) & 1);
+    else
+        ptx::wait_cluster(m.told(slot), (i / kSlots) & 1);
     const Tile tile(ptx::load16(m.slot(slot)));
     if constexpr (WARP) __syncwarp();
-    if (!WARP || threadIdx.x % 32 == 0) ptx::arrive_at(m.heard(slot), 0);
+    if (!WARP || threadIdx.x % 32 == 0) {
+        if constexpr (CLUSTER == 1)
+            ptx::arrive(m.heard(slot));
+        else
+            ptx::arrive_at(m.heard(slot), 0);
+    }
     return tile;
 }
 
@@ -108,9 +116,14 @@ struct Dealer {
         const int4 what = last ? make_int4(-1, 0, 0, 0) : decode(tile);
         if (!last) tile = clusters + atomicAdd(counters + 1, 1);
         ptx::wait(m.heard(slot), ((dealt / kSlots) & 1) ^ 1);
-        for (uint32_t rank = 0; rank < CLUSTER; ++rank) {
-            ptx::store_at(m.slot(slot), rank, what);
-            ptx::release_at(m.told(slot), rank);
+        if constexpr (CLUSTER == 1) {  // a release to other programs waits for the copies of this thread
+            ptx::store16(m.slot(slot), what);
+            ptx::arrive(m.told(slot));
+        } else {
+            for (uint32_t rank = 0; rank < CLUSTER; ++rank) {
+                ptx::store_at(m.slot(slot), rank, what);
+                ptx::release_at(m.told(slot), rank);
+            }
         }
         ++dealt;
         if (last && atomicAdd(counters + 2, 1) == clusters - 1) {

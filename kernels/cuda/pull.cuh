@@ -51,18 +51,19 @@ __device__ __forceinline__ float pull_chunk(int4& da, int4& gate, int4& up, floa
 __device__ __forceinline__ void pull_rows(const float (&d)[96], const RowsArgs& p, const Tile& tile, int row, int rows,
                                           float scales, int first, uint32_t place, int lane) {
     constexpr int kWide = kColumns / 64;
-    put(place, d, lane);
-    put(place + 16 * kPitch, d + 48, lane);
+    put<kPart>(place, d, lane);
+    put<kPart>(place + 16 * kPitch, d + 48, lane);
     __syncwarp();
 #pragma unroll 1
     for (int r = lane / 8; r < 16; r += 4) {
         const float scale = __shfl_sync(~0u, scales, first + r);
         const long long at = static_cast<long long>(row + r) * p.columns + tile.column * kColumns;
-        int4 da[kWide], gate[kWide], up[kWide];
+        int4 gate[kWide], up[kWide];
         float dot = 0.0f;
 #pragma unroll
         for (int i = 0; i < kWide; ++i) {
             const int c = lane % 8 * 8 + 64 * i;
+            gate[i] = up[i] = make_int4(0, 0, 0, 0);  // registers that are not set are taken from everything before
             if (r < rows && tile.column * kColumns + c < p.columns) {
                 const __nv_bfloat16* h = p.saved + at + static_cast<long long>(row + r) * p.columns + c;
                 gate[i] = *reinterpret_cast<const int4*>(h + p.gate);
@@ -73,12 +74,12 @@ __device__ __forceinline__ void pull_rows(const float (&d)[96], const RowsArgs& 
         for (int i = 0; i < kWide; ++i) {
             const int c = lane % 8 * 8 + 64 * i;
             if (r < rows && tile.column * kColumns + c < p.columns) {
-                da[i] = ptx::load16(place + c / kPart * (16 * kPitch) + r * kPitch + c % kPart * 2);
-                dot += pull_chunk(da[i], gate[i], up[i], scale);
+                int4 da = ptx::load16(place + c / kPart * (16 * kPitch) + r * kPitch + c % kPart * 2);
+                dot += pull_chunk(da, gate[i], up[i], scale);
                 __nv_bfloat16* dh = p.h + at + static_cast<long long>(row + r) * p.columns + c;
                 *reinterpret_cast<int4*>(dh + p.gate) = gate[i];
                 *reinterpret_cast<int4*>(dh + p.up) = up[i];
-                *reinterpret_cast<int4*>(p.out + at + c) = da[i];
+                *reinterpret_cast<int4*>(p.out + at + c) = da;
             }
         }
 #pragma unroll

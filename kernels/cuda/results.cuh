@@ -14,11 +14,12 @@ __device__ __forceinline__ float sigmoid(float x) {
     return ptx::rcp_approx(1.0f + ptx::exp2_approx(x * -1.44269504f));
 }
 
-/// The columns of a part from the registers of one warp, 16 rows of 96, to its place in shared memory.
+/// 16 rows of ``COLUMNS`` columns from the registers of one warp to ``place``, rows ``kPitch`` bytes apart.
+template <int COLUMNS>
 __device__ __forceinline__ void put(uint32_t place, const float* d, int lane) {
     const uint32_t at = place + (lane % 16) * kPitch + (lane / 16) * 16;
 #pragma unroll
-    for (int j = 0; j < kPart / 16; ++j)
+    for (int j = 0; j < COLUMNS / 16; ++j)
         ptx::store_blocks<false>(at + j * 32, ptx::pack(d[8 * j], d[8 * j + 1]), ptx::pack(d[8 * j + 2], d[8 * j + 3]),
                                  ptx::pack(d[8 * j + 4], d[8 * j + 5]), ptx::pack(d[8 * j + 6], d[8 * j + 7]));
 }

@@ -21,10 +21,23 @@ __device__ __forceinline__ float activate(float gate, float up, float alpha, flo
     }
 }
 
-/// Adds the biases of a part's columns from ``bias`` on, of which ``columns`` count.
+/// The activation of eight gates and ups, in the gates' place.
+template <Act ACT>
+__device__ __forceinline__ void activate_chunk(int4& gate, const int4& up, float alpha, float limit) {
+    uint32_t* gates = reinterpret_cast<uint32_t*>(&gate);
+    const uint32_t* ups = reinterpret_cast<const uint32_t*>(&up);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 g = ptx::unpack(gates[i]), u = ptx::unpack(ups[i]);
+        gates[i] = ptx::pack(activate<ACT>(g.x, u.x, alpha, limit), activate<ACT>(g.y, u.y, alpha, limit));
+    }
+}
+
+/// Adds the biases of ``COLUMNS`` columns from ``bias`` on, of which ``columns`` count.
+template <int COLUMNS>
 __device__ __forceinline__ void add_bias(float* d, const __nv_bfloat16* bias, int columns, int lane) {
 #pragma unroll
-    for (int i = 0; i < kPart / 8; ++i) {
+    for (int i = 0; i < COLUMNS / 8; ++i) {
         const int c = 8 * i + lane % 4 * 2;
         if (c < columns) {
             const float2 b = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(bias + c));
@@ -41,34 +54,47 @@ __device__ __forceinline__ void store_rows(float (&d)[96], const RowsArgs& p, co
     __nv_bfloat16* out = p.out + static_cast<long long>(row) * narrow;
     __nv_bfloat16* h = KIND == Kind::kPlain || p.h == nullptr ? nullptr : p.h + static_cast<long long>(row) * p.columns;
     if constexpr (KIND == Kind::kGated) {
-        const int column = tile.column * kPart;
+        constexpr int kSlice = kPart / 2;  // of gate and of up, side by side in shared memory
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int first = half ? p.up : p.gate;
-            if constexpr (BIAS)
-                add_bias(d + 48 * half, p.bias + static_cast<long long>(tile.expert) * p.columns + first + column,
-                         narrow - column, lane);
+        for (int slice = 0; slice < 2; ++slice) {
+            const int column = tile.column * kPart + slice * kSlice;
 #pragma unroll
-            for (int i = 0; i < 48; ++i) d[48 * half + i] = rounded(d[48 * half + i]);
-            if (h != nullptr) {
-                put(place, d + 48 * half, lane);
-                flush(place, h + first, p.columns, rows, column, narrow, lane);
+            for (int half = 0; half < 2; ++half) {
+                float* part = d + 48 * half + 24 * slice;
+                if constexpr (BIAS)
+                    add_bias<kSlice>(part, p.bias + static_cast<long long>(tile.expert) * p.columns + (half ? p.up : p.gate) + column,
+                                     narrow - column, lane);
+                put<kSlice>(place + half * kSlice * 2, part, lane);
             }
-        }
+            __syncwarp();
 #pragma unroll
-        for (int i = 0; i < 48; ++i) d[i] = activate<ACT>(d[i], d[48 + i], p.alpha, p.limit);
-        put(place, d, lane);
-        flush(place, out, narrow, rows, column, narrow, lane);
+            for (int i = 0; i < 16 * kSlice / 8 / 32; ++i) {
+                const int chunk = lane + 32 * i, r = chunk / (kSlice / 8), c = chunk % (kSlice / 8) * 8;
+                if (r < rows && column + c < narrow) {
+                    const uint32_t from = place + r * kPitch + c * 2;
+                    int4 gate = ptx::load16(from);
+                    const int4 up = ptx::load16(from + kSlice * 2);
+                    if (h != nullptr) {
+                        __nv_bfloat16* to = h + static_cast<long long>(r) * p.columns + column + c;
+                        *reinterpret_cast<int4*>(to + p.gate) = gate;
+                        *reinterpret_cast<int4*>(to + p.up) = up;
+                    }
+                    activate_chunk<ACT>(gate, up, p.alpha, p.limit);
+                    *reinterpret_cast<int4*>(out + static_cast<long long>(r) * narrow + column + c) = gate;
+                }
+            }
+            __syncwarp();
+        }
     } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int column = tile.column * kColumns + half * kPart;
             if constexpr (BIAS)
-                add_bias(d + 48 * half, p.bias + static_cast<long long>(tile.expert) * p.columns + column,
+                add_bias<kPart>(d + 48 * half, p.bias + static_cast<long long>(tile.expert) * p.columns + column,
                          p.columns - column, lane);
             __nv_bfloat16* to = KIND == Kind::kPlain ? out : h;
             if (to != nullptr) {
-                put(place, d + 48 * half, lane);
+                put<kPart>(place, d + 48 * half, lane);
                 flush(place, to, p.columns, rows, column, p.columns, lane);
             }
         }
@@ -89,8 +115,6 @@ __device__ __forceinline__ void store_rows(float (&d)[96], const RowsArgs& p, co
 /// Rows times their expert's matrix.
 template <Kind KIND, Act ACT, bool BIAS, int MN_B, bool GATHERED, int CLUSTER>
 __device__ __forceinline__ void rows_body(const RowsArgs& p) {
-    // the longest epilogues need eight registers more than the loading warps would like to keep
-    constexpr bool kLong = KIND == Kind::kGated || KIND == Kind::kPull;
     constexpr int STAGES = KIND == Kind::kPull ? 4 : 5, kPlace = (KIND == Kind::kPull ? 2 : 1) * 16 * kPitch;
     using Place = Memory<STAGES, 8 * kPlace>;
     static_assert(Place::kBytes <= 232448);
@@ -111,7 +135,7 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
     };
     Ring<STAGES> ring;
     if (group == 2) {
-        ptx::fewer_registers<kLong ? kLoader - 16 : kLoader>();
+        ptx::fewer_registers<kLoader>();
         const Place own{__shfl_sync(~0u, m.base, 0)};  // in a register, not computed again at each use
         const int width = KIND == Kind::kGated ? kPart : kColumns;
         const int columns = ((KIND == Kind::kGated ? p.columns / 2 : p.columns) + width - 1) / width;
@@ -140,7 +164,7 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
                 return !GATHERED || tile.expert < 0 || held <= 0 ? 0 : p.divide(p.index[row_of(tile) + r]) * p.stride;
             };
             if (loads) ptx::prefetch_map(&p.b);
-            Tile next = hear<GATHERED>(own, 0);
+            Tile next = hear<GATHERED, CLUSTER>(own, 0);
             unsigned from = source(next);
             for (int i = 0; next.expert >= 0; ++i) {
                 const int held = rows_of(next), row = row_of(next), depth = MN_B ? next.expert * p.depth : 0;
@@ -158,12 +182,12 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
                     if (s == steps / 2) {  // while stages are full: what the next tile needs first
                         if (more) more = deal();
                         if constexpr (GATHERED) __syncwarp();
-                        next = hear<GATHERED>(own, i + 1);
+                        next = hear<GATHERED, CLUSTER>(own, i + 1);
                         from = source(next);
                     }
-                    const int4* at[4];  // half of them while there is time, in registers of their own
+                    const int4* at[7];  // most of them while there is time, in registers of their own
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) at[j] = ptx::kept(x + offset[j]);
+                    for (int j = 0; j < 6; ++j) at[j] = ptx::kept(x + offset[j]);
                     ptx::wait(own.empty(ring.stage), ring.phase ^ 1);
                     if (loads) {
                         const bool dense = !GATHERED && held > 0;
@@ -177,7 +201,7 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
                             const uint32_t even = own.a(ring.stage) + top, odd = even ^ 64;
 #pragma unroll
                             for (int j = 0; j < 8; ++j)
-                                ptx::copy16((j & 1 ? odd : even) + j * 512, j < 4 ? at[j] : x + offset[j]);
+                                ptx::copy16((j & 1 ? odd : even) + j * 512, j < 6 ? at[j] : x + offset[j]);
                         }
                         ptx::arrive_after_copies(own.full(ring.stage));
                         x = ptx::kept(x + kDepth / 8);
@@ -187,7 +211,7 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
             }
         }
     } else {
-        ptx::more_registers<kLong ? kMultiplier + 8 : kMultiplier>();
+        ptx::more_registers<kMultiplier>();
         const uint32_t place = m.results() + (group * 4 + warp) * kPlace;
         // the results of the first ``halves`` blocks of 64 rows
         const auto finish = [&](float (&d)[2][96], const Tile& tile, int row, int rows, int halves, float scales) {
@@ -200,7 +224,7 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
             }
         };
         for (int i = 0;; ++i) {
-            const Tile tile = hear<true>(m, i);
+            const Tile tile = hear<true, CLUSTER>(m, i);
             if (tile.expert < 0) break;
             if ((i & 1) != group) {
                 ring.skip(steps);

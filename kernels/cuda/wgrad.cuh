@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_wgrad(float (&d)[96], __nv_bfloat16* out, 
                                             uint32_t place, int lane) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        put(place, d + 48 * half, lane);
+        put<kPart>(place, d + 48 * half, lane);
         flush(place, out, columns, rows, column + half * kPart, columns, lane);
     }
 }
@@ -94,14 +94,14 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
         bool more = warp == 1 && lane == 0 && rank == 0 && deal() && deal();
         // A warp copies 16 rows of depth, two at a time: 16 lanes for the 128 columns of each. A lane knows one row of every
         // second stage, four stages ahead: indices take longer than a stage to come.
-        constexpr int kPair = 2 * kDepth;
+        constexpr int kPair = 2 * kDepth, kEarly = 6;
         const int low = lane / 16, c = lane % 16, known = c / 8 * kDepth + warp * 16 + c % 8 * 2 + low;
         const uint32_t place = c / 8 * (kDepth * 128) + (warp * 16 + low) * 128 + ((c % 8 ^ low) << 4);
         const auto source = [&](const Tile& tile, int done) {
             return tile.expert >= 0 && known < tile.rows - done ? static_cast<unsigned>(p.index[tile.row + done + known]) : 0;
         };
         if (loads) ptx::prefetch_map(&p.b);
-        Tile next = hear<true>(own, 0);
+        Tile next = hear<true, CLUSTER>(own, 0);
         unsigned first = source(next, 0), second = source(next, kPair);
         for (int i = 0; next.expert >= 0; ++i) {
             const Tile tile = next;
@@ -109,11 +109,11 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
             const auto look = [&] {  // while stages are full: what the next tile needs first
                 if (more) more = deal();
                 __syncwarp();
-                next = hear<true>(own, i + 1);
+                next = hear<true, CLUSTER>(own, i + 1);
                 first = source(next, 0), second = source(next, kPair);
             };
             if (tile.rows == 0) look();
-            const int column = first_row(tile) + c * 8;
+            const int column = first_row(tile) + c * 8, dense = __shfl_sync(~0u, first_column(tile), 0);
             const bool held = column < p.rows, all = __all_sync(~0u, held);
             const int4* x = ptx::kept(p.x + (held ? column / 8 : 0));
 #pragma unroll 1
@@ -124,14 +124,16 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
                     later = source(tile, done + 2 * kPair);
                 }
                 if (done / kDepth == tile.rows / kDepth / 2) look();
-                const int4* at[8];
+                const int4* at[8];  // most of them while there is time, in registers of their own
 #pragma unroll
-                for (int j = 0; j < 8; ++j) at[j] = x + __shfl_sync(~0u, now, done % kPair / 8 + j, 16);
+                for (int j = 0; j < 8; ++j) {
+                    at[j] = x + __shfl_sync(~0u, now, done % kPair / 8 + j, 16);
+                    if (j < kEarly) at[j] = ptx::kept(at[j]);
+                }
                 ptx::wait(own.empty(ring.stage), ring.phase ^ 1);
                 if (loads) {
                     ptx::arrive_expect(own.full(ring.stage), kBytesB);
-                    load_columns<CLUSTER, 1>(&p.b, own.b(ring.stage), own.full(ring.stage), rank, tile.row + done,
-                                             first_column(tile), 0);
+                    load_columns<CLUSTER, 1>(&p.b, own.b(ring.stage), own.full(ring.stage), rank, tile.row + done, dense, 0);
                 }
                 __syncwarp();
                 const uint32_t to = own.a(ring.stage) + place;
@@ -152,7 +154,7 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
         ptx::more_registers<kMultiplier>();
         const uint32_t place = m.results() + (TRANSPOSED ? group * kPart * kPitchT : (group * 4 + warp) * 16 * kPitch);
         for (int i = 0;; ++i) {
-            const Tile tile = hear<true>(m, i);
+            const Tile tile = hear<true, CLUSTER>(m, i);
             if (tile.expert < 0) break;
             if ((i & 1) != group) {
                 ring.skip((tile.rows + kDepth - 1) / kDepth);
