@@ -20,8 +20,7 @@ from .cuda.driver import Divide, RowsArgs, Tiles, WgradArgs, launch, ready, tens
 from .family import Gather
 from .rowwise import largest_first
 
-#: Programs that share weights, 1 or 2: of rows that are gathered, which each program copies itself at its own pace, and of
-#: others.
+#: Programs that share weights, 1 or 2: where rows are gathered, which each program copies at its own pace, or not.
 CLUSTER_GATHERED, CLUSTER_DENSE = 1, 2
 #: Rows and columns of a program's tile, columns that are loaded at a time, depth of a stage.
 ROWS, COLUMNS, PART, DEPTH = 128, 192, 96, 64
@@ -124,8 +123,8 @@ def wgrad(gathered: Tensor, gather: Gather, dense: Tensor, offsets: Tensor, *, t
     args = WgradArgs(
         b=tensor_map(dense, DEPTH // cluster, 64),
         tiles=Tiles(ranked.data_ptr(), counters.data_ptr(), offsets.data_ptr(), experts),
-        x=gathered.data_ptr(), stride=gathered.stride(0) // 8, index=gather.index.data_ptr(), divide=Divide.by(gather.slots),
-        out=out.data_ptr(), rows=m, columns=n,
+        x=gathered.data_ptr(), stride=gathered.stride(0) // 8, index=gather.index.data_ptr(),
+        divide=Divide.by(gather.slots), out=out.data_ptr(), rows=m, columns=n,
     )  # fmt: skip
     name = f"wgrad{'_transposed' if transposed else ''}_{cluster}"
     launch(name, args, _programs(dense.device, cluster), dense.device)

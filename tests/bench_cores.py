@@ -1,6 +1,6 @@
 """The grouped matmuls of one layer, core against core and against one dense matmul of the same size, on a GPU.
 
-    python tests/bench_cores.py [--shapes 30B,235B] [--cores wgmma,pingpong] [--set pingpong.CLUSTER_DENSE=1] [--seconds 0.5]
+    python tests/bench_cores.py [--shapes 30B,235B] [--cores wgmma,pingpong] [--set pingpong.CLUSTER_DENSE=1]
 
 Training form, bf16, 16384 tokens, uniform routing. For each: ms of a run from idle (the median of five), ms, TF/s, SM
 clock and power of runs back to back, where the card settles at its limit of power, and the largest difference from the

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from experts_case import cut, make, run, spec_of, whole
+from experts_case import assert_close, bound, cut, make, run, spec_of, truth, whole
 from test_hopper_gpu import BF16, PLAN, NoLibrary, check
 from test_ops_gpu import to_cuda
 
@@ -57,9 +57,20 @@ def test_any_number_of_rows(dropped: bool, tokens: int, combine: Combine, form, 
     for experts, top_k in ((4, 1), (4, 3), (9, 2)):
         spec = spec_of(BF16, experts=experts, top_k=top_k, combine=combine)
         check(make(spec, BF16, tokens=tokens, hidden=256, inter=192, dropped=dropped), spec, form)
-    assert launched >= {"up_silu", "rows", "rows_in_out", "rows_gathered_in_out", "wgrad", "wgrad_transposed"} or (
-        form is whole and launched >= {"up_silu", "rows"}
-    )
+    trained = {"up_silu", "rows", "rows_in_out", "pull_silu_in_out", "wgrad", "wgrad_transposed"}
+    assert launched >= (trained if form is cut else {"up_silu", "rows"})
+
+
+@pytest.mark.parametrize("dropped", [False, True], ids=["all", "dropped"])
+def test_frozen_experts(dropped: bool, launched: set[str]) -> None:
+    """Without the gradient of w2 nobody needs s * a: dA is a product of its own."""
+    spec = spec_of(BF16, experts=9, top_k=2)
+    o = make(spec, BF16, tokens=700, hidden=256, inter=192, dropped=dropped)
+    only = frozenset({"x", "weights"})
+    want = run(truth, o.copied(torch.float64, only), spec)
+    got = run(cut, to_cuda(o.copied(only=only)), spec, PLAN)
+    assert_close(got, want, bound(BF16, 256, 384, 192, 1400))
+    assert "rows_gathered_in_out" in launched and not launched & {"pull_silu_in_out", "wgrad", "wgrad_transposed"}
 
 
 @pytest.mark.parametrize("w1", Layout)
