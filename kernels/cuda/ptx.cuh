@@ -85,6 +85,13 @@ __device__ __forceinline__ void arrive_named(uint32_t id, uint32_t threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/// True in one lane of a whole warp; the compiler knows that it is one, which a comparison of the lane does not tell it.
+__device__ __forceinline__ bool elect() {
+    uint32_t chosen;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p; }" : "=r"(chosen));
+    return chosen != 0;
+}
+
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

@@ -139,7 +139,7 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
         const Place own{__shfl_sync(~0u, m.base, 0)};  // in a register, not computed again at each use
         const int width = KIND == Kind::kGated ? kPart : kColumns;
         const int columns = ((KIND == Kind::kGated ? p.columns / 2 : p.columns) + width - 1) / width;
-        const bool loads = warp == 0 && lane == 0, deals = warp == 1 && lane == 0 && rank == 0;
+        const bool loads = warp == 0 && ptx::elect(), deals = warp == 1 && lane == 0 && rank == 0;
         const int row_tiles = deals ? p.tiles.counters[0] : 0;
         Dealer<CLUSTER, decltype(m)> dealer(m, p.tiles.counters, row_tiles * columns);
         const auto deal = [&] {
@@ -189,7 +189,7 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
 #pragma unroll
                     for (int j = 0; j < 6; ++j) at[j] = ptx::kept(x + offset[j]);
                     ptx::wait(own.empty(ring.stage), ring.phase ^ 1);
-                    if (loads) {
+                    if (GATHERED ? warp == 0 && ptx::elect() : loads) {
                         const bool dense = !GATHERED && held > 0;
                         ptx::arrive_expect(own.full(ring.stage), kBytesB + (dense ? kBytesA : 0));
                         if (dense) ptx::load(own.a(ring.stage), &p.a, own.full(ring.stage), s * kDepth, row);

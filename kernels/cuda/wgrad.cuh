@@ -82,7 +82,6 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
     if (group == 2) {
         ptx::fewer_registers<kLoader>();
         const Place own{__shfl_sync(~0u, m.base, 0)};  // in a register, not computed again at each use
-        const bool loads = warp == 0 && lane == 0;
         Dealer<CLUSTER, decltype(m)> dealer(m, p.tiles.counters, p.tiles.experts * tall * wide);
         const auto deal = [&] {
             return dealer.deal([&](int t) {
@@ -100,7 +99,7 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
         const auto source = [&](const Tile& tile, int done) {
             return tile.expert >= 0 && known < tile.rows - done ? static_cast<unsigned>(p.index[tile.row + done + known]) : 0;
         };
-        if (loads) ptx::prefetch_map(&p.b);
+        if (threadIdx.x % 128 == 0) ptx::prefetch_map(&p.b);
         Tile next = hear<true, CLUSTER>(own, 0);
         unsigned first = source(next, 0), second = source(next, kPair);
         for (int i = 0; next.expert >= 0; ++i) {
@@ -131,11 +130,10 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
                     if (j < kEarly) at[j] = ptx::kept(at[j]);
                 }
                 ptx::wait(own.empty(ring.stage), ring.phase ^ 1);
-                if (loads) {
+                if (warp == 0 && ptx::elect()) {
                     ptx::arrive_expect(own.full(ring.stage), kBytesB);
                     load_columns<CLUSTER, 1>(&p.b, own.b(ring.stage), own.full(ring.stage), rank, tile.row + done, dense, 0);
                 }
-                __syncwarp();
                 const uint32_t to = own.a(ring.stage) + place;
                 const int left = tile.rows - done - warp * 16;
                 if (all && left >= 16) {

@@ -25,6 +25,10 @@ void wait_cluster(uint32_t barrier, uint32_t parity);
 void sync(uint32_t id, uint32_t threads);
 void arrive_named(uint32_t id, uint32_t threads);
 void cluster_sync();
+inline bool elect() {
+    __syncwarp();
+    return threadIdx.x % 32 == 0;
+}
 uint32_t cluster_rank();
 
 void prefetch_map(const void* map);
