@@ -104,7 +104,7 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
         unsigned first = source(next, 0), second = source(next, kPair);
         for (int i = 0; next.expert >= 0; ++i) {
             const Tile tile = next;
-            unsigned now = 0, soon = first, later = second;
+            unsigned soon = first, later = second;
             const auto look = [&] {  // while stages are full: what the next tile needs first
                 if (more) more = deal();
                 __syncwarp();
@@ -116,36 +116,39 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
             const bool held = column < p.rows, all = __all_sync(~0u, held);
             const int4* x = ptx::kept(p.x + (held ? column / 8 : 0));
 #pragma unroll 1
-            for (int done = 0; done < tile.rows; done += kDepth) {
-                if (done % kPair == 0) {
-                    now = p.divide(soon) * p.stride;
-                    soon = later;
-                    later = source(tile, done + 2 * kPair);
-                }
-                if (done / kDepth == tile.rows / kDepth / 2) look();
-                const int4* at[8];  // most of them while there is time, in registers of their own
+            for (int done = 0; done < tile.rows; done += kPair) {
+                const unsigned offset = p.divide(soon) * p.stride;
+                soon = later;
+                later = source(tile, done + 2 * kPair);
+                if (done / kPair == tile.rows / kPair / 2) look();
 #pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    at[j] = x + __shfl_sync(~0u, now, done % kPair / 8 + j, 16);
-                    if (j < kEarly) at[j] = ptx::kept(at[j]);
-                }
-                ptx::wait(own.empty(ring.stage), ring.phase ^ 1);
-                if (warp == 0 && ptx::elect()) {
-                    ptx::arrive_expect(own.full(ring.stage), kBytesB);
-                    load_columns<CLUSTER, 1>(&p.b, own.b(ring.stage), own.full(ring.stage), rank, tile.row + done, dense, 0);
-                }
-                const uint32_t to = own.a(ring.stage) + place;
-                const int left = tile.rows - done - warp * 16;
-                if (all && left >= 16) {
+                for (int half = 0; half < 2; ++half) {
+                    const int left = tile.rows - done - half * kDepth;
+                    if (left <= 0) break;
+                    const int4* at[8];  // most of them while there is time, in registers of their own
 #pragma unroll
-                    for (int j = 0; j < 8; ++j) ptx::copy16((to ^ (j % 4 << 5)) + j * 256, at[j]);
-                } else {
+                    for (int j = 0; j < 8; ++j) {
+                        at[j] = x + __shfl_sync(~0u, offset, 8 * half + j, 16);
+                        if (j < kEarly) at[j] = ptx::kept(at[j]);
+                    }
+                    ptx::wait(own.empty(ring.stage), ring.phase ^ 1);
+                    if (warp == 0 && ptx::elect()) {
+                        ptx::arrive_expect(own.full(ring.stage), kBytesB);
+                        load_columns<CLUSTER, 1>(&p.b, own.b(ring.stage), own.full(ring.stage), rank,
+                                                 tile.row + done + half * kDepth, dense, 0);
+                    }
+                    const uint32_t to = own.a(ring.stage) + place;
+                    if (all && left >= kDepth) {
 #pragma unroll
-                    for (int j = 0; j < 8; ++j)
-                        if (held && 2 * j + low < left) ptx::copy16((to ^ (j % 4 << 5)) + j * 256, at[j]);
+                        for (int j = 0; j < 8; ++j) ptx::copy16((to ^ (j % 4 << 5)) + j * 256, at[j]);
+                    } else {
+#pragma unroll
+                        for (int j = 0; j < 8; ++j)
+                            if (held && warp * 16 + 2 * j + low < left) ptx::copy16((to ^ (j % 4 << 5)) + j * 256, at[j]);
+                    }
+                    ptx::arrive_after_copies(own.full(ring.stage));
+                    ring.next();
                 }
-                ptx::arrive_after_copies(own.full(ring.stage));
-                ring.next();
             }
         }
     } else {
