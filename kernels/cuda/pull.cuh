@@ -51,36 +51,42 @@ __device__ __forceinline__ float pull_chunk(int4& da, int4& gate, int4& up, floa
 __device__ __forceinline__ void pull_rows(const float (&d)[96], const RowsArgs& p, const Tile& tile, int row, int rows,
                                           float scales, int first, uint32_t place, int lane) {
     constexpr int kWide = kColumns / 64;
+    const auto held = [&](int r, int i) { return r < rows && tile.column * kColumns + lane % 8 * 8 + 64 * i < p.columns; };
+    const auto at = [&](int r, int i) {  // of h and of its gradient
+        return static_cast<long long>(row + r) * 2 * p.columns + tile.column * kColumns + lane % 8 * 8 + 64 * i;
+    };
+    const auto load = [&](int r, int4 (&gate)[kWide], int4 (&up)[kWide]) {
+#pragma unroll
+        for (int i = 0; i < kWide; ++i) {
+            gate[i] = up[i] = make_int4(0, 0, 0, 0);  // registers that are not set are taken from everything before
+            if (held(r, i)) {
+                gate[i] = *reinterpret_cast<const int4*>(p.saved + at(r, i) + p.gate);
+                up[i] = *reinterpret_cast<const int4*>(p.saved + at(r, i) + p.up);
+            }
+        }
+    };
     put<kPart>(place, d, lane);
     put<kPart>(place + 16 * kPitch, d + 48, lane);
     __syncwarp();
+    int4 gate[kWide], up[kWide];
+    load(lane / 8, gate, up);
 #pragma unroll 1
     for (int r = lane / 8; r < 16; r += 4) {
         const float scale = __shfl_sync(~0u, scales, first + r);
-        const long long at = static_cast<long long>(row + r) * p.columns + tile.column * kColumns;
-        int4 gate[kWide], up[kWide];
         float dot = 0.0f;
+        int4 later_gate[kWide], later_up[kWide];
+        load(r + 4 < 16 ? r + 4 : rows, later_gate, later_up);  // under way while this row is done
 #pragma unroll
         for (int i = 0; i < kWide; ++i) {
-            const int c = lane % 8 * 8 + 64 * i;
-            gate[i] = up[i] = make_int4(0, 0, 0, 0);  // registers that are not set are taken from everything before
-            if (r < rows && tile.column * kColumns + c < p.columns) {
-                const __nv_bfloat16* h = p.saved + at + static_cast<long long>(row + r) * p.columns + c;
-                gate[i] = *reinterpret_cast<const int4*>(h + p.gate);
-                up[i] = *reinterpret_cast<const int4*>(h + p.up);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kWide; ++i) {
-            const int c = lane % 8 * 8 + 64 * i;
-            if (r < rows && tile.column * kColumns + c < p.columns) {
+            if (held(r, i)) {
+                const int c = lane % 8 * 8 + 64 * i;
                 int4 da = ptx::load16(place + c / kPart * (16 * kPitch) + r * kPitch + c % kPart * 2);
                 dot += pull_chunk(da, gate[i], up[i], scale);
-                __nv_bfloat16* dh = p.h + at + static_cast<long long>(row + r) * p.columns + c;
-                *reinterpret_cast<int4*>(dh + p.gate) = gate[i];
-                *reinterpret_cast<int4*>(dh + p.up) = up[i];
-                *reinterpret_cast<int4*>(p.out + at + c) = da;
+                *reinterpret_cast<int4*>(p.h + at(r, i) + p.gate) = gate[i];
+                *reinterpret_cast<int4*>(p.h + at(r, i) + p.up) = up[i];
+                *reinterpret_cast<int4*>(p.out + static_cast<long long>(row + r) * p.columns + tile.column * kColumns + c) = da;
             }
+            gate[i] = later_gate[i], up[i] = later_up[i];
         }
 #pragma unroll
         for (int lanes = 1; lanes < 8; lanes *= 2) dot += __shfl_xor_sync(~0u, dot, lanes);
