@@ -157,16 +157,6 @@ __device__ __forceinline__ void store16(uint32_t to, int4 v) {
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-__device__ __forceinline__ uint32_t load4(uint32_t from) {
-    uint32_t v;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void store4(uint32_t to, uint32_t v) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
-}
-
 __device__ __forceinline__ void store2(uint32_t to, uint16_t v) {
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(v) : "memory");
 }

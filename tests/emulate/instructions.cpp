@@ -282,12 +282,6 @@ int4 load16(uint32_t from) {
 }
 
 void store16(uint32_t to, int4 v) { write(self(), to, &v, 16, false, current); }
-void store4(uint32_t to, uint32_t v) { write(self(), to, &v, 4, false, current); }
-uint32_t load4(uint32_t from) {
-    uint32_t v;
-    std::memcpy(&v, place(self(), from, 4), 4);
-    return v;
-}
 void store2(uint32_t to, uint16_t v) { write(self(), to, &v, 2, false, current); }
 
 void store_matrix(bool transposed, uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

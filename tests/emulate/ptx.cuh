@@ -40,8 +40,6 @@ void fence_async();
 void store_at(uint32_t to, uint32_t rank, int4 value);
 int4 load16(uint32_t from);
 void store16(uint32_t to, int4 v);
-uint32_t load4(uint32_t from);
-void store4(uint32_t to, uint32_t v);
 void store2(uint32_t to, uint16_t v);
 void store_matrix(bool transposed, uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d);
 template <bool TRANSPOSED>
