@@ -45,7 +45,7 @@ def takes(a: Tensor, w: Tensor) -> bool:
     dense = w.is_contiguous() or w.transpose(1, 2).is_contiguous()
     even = depth % DEPTH == 0 and columns % 8 == 0 and a.stride(0) % 8 == 0 and a.stride(1) == 1
     aligned = a.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0
-    small = 0 < a.shape[0] < 1 << 31 and w.shape[0] * max(depth, columns) < 1 << 31
+    small = _reached(a) and w.shape[0] * max(depth, columns) < 1 << 31
     return a.dtype is w.dtype is torch.bfloat16 and dense and even and aligned and small and ready(a.device)
 
 
@@ -58,7 +58,7 @@ def takes_wgrad(gathered: Tensor, dense: Tensor) -> bool:
     """Whether there is a kernel for the weight gradient of rows ``gathered`` [., M] and ``dense`` [., N]."""
     return ready(dense.device) and all(
         t.dtype is torch.bfloat16 and t.stride(0) % 8 == 0 and t.stride(1) == 1 and t.data_ptr() % 16 == 0
-        and t.shape[1] % 8 == 0 and 0 < t.shape[0] < 1 << 31
+        and t.shape[1] % 8 == 0 and _reached(t)
         for t in (gathered, dense)
     )  # fmt: skip
 
@@ -181,6 +181,11 @@ def _run(
     args.tiles = Tiles(tiles[0].data_ptr(), tiles[1].data_ptr(), None, w.shape[0])
     args.depth, args.columns = w.shape[1], w.shape[2]
     launch(f"{name}_{cluster}", args, _programs(a.device, cluster), a.device)
+
+
+def _reached(t: Tensor) -> bool:
+    """Whether rows of ``t`` have 31-bit numbers, and lie at 32-bit multiples of 16 bytes as the gathers count them."""
+    return 0 < t.shape[0] < 1 << 31 and t.shape[0] * t.stride(0) < 1 << 35
 
 
 def _cluster(gathered: bool) -> int:  # noqa: FBT001

@@ -26,7 +26,7 @@ class TensorMap(ctypes.Structure):
 
 
 class Tiles(ctypes.Structure):
-    """``Tiles`` of grouped.cu."""
+    """``Tiles`` of pipeline.cuh."""
 
     _fields_ = (
         ("list", ctypes.c_void_p),
@@ -49,7 +49,7 @@ class Divide(ctypes.Structure):
 
 
 class RowsArgs(ctypes.Structure):
-    """``RowsArgs`` of grouped.cu, less the bytes after the last field."""
+    """``RowsArgs`` of rows_args.cuh, less the bytes after the last field."""
 
     _fields_ = (
         ("a", TensorMap),
@@ -75,7 +75,7 @@ class RowsArgs(ctypes.Structure):
 
 
 class WgradArgs(ctypes.Structure):
-    """``WgradArgs`` of grouped.cu, less the bytes after the last field."""
+    """``WgradArgs`` of wgrad.cuh, less the bytes after the last field."""
 
     _fields_ = (
         ("b", TensorMap),

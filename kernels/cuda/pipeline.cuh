@@ -31,6 +31,7 @@ constexpr int kPart = kColumns / 2;              // columns that leave together,
 constexpr int kSlots = 4;                        // tiles handed out ahead
 constexpr int kGroup = 8;                        // row tiles that take turns with one tile of columns
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
+constexpr int kEarly = 6;                        // of eight copies of a lane, whose addresses are ready before the stage is
 constexpr int kThreads = 384, kGatherers = 128;
 constexpr int kTurns = 3;                        // named barriers of the two warpgroups; 1 and 2 are theirs alone
 constexpr int kLoader = 56, kMultiplier = (504 - kLoader) / 2;  // registers of a thread

@@ -185,9 +185,9 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
                         next = hear<GATHERED, CLUSTER>(own, i + 1);
                         from = source(next);
                     }
-                    const int4* at[7];  // most of them while there is time, in registers of their own
+                    const int4* at[kEarly];  // while there is time, in registers of their own
 #pragma unroll
-                    for (int j = 0; j < 6; ++j) at[j] = ptx::kept(x + offset[j]);
+                    for (int j = 0; j < kEarly; ++j) at[j] = ptx::kept(x + offset[j]);
                     ptx::wait(own.empty(ring.stage), ring.phase ^ 1);
                     if (GATHERED ? warp == 0 && ptx::elect() : loads) {
                         const bool dense = !GATHERED && held > 0;
@@ -201,7 +201,7 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
                             const uint32_t even = own.a(ring.stage) + top, odd = even ^ 64;
 #pragma unroll
                             for (int j = 0; j < 8; ++j)
-                                ptx::copy16((j & 1 ? odd : even) + j * 512, j < 6 ? at[j] : x + offset[j]);
+                                ptx::copy16((j & 1 ? odd : even) + j * 512, j < kEarly ? at[j] : x + offset[j]);
                         }
                         ptx::arrive_after_copies(own.full(ring.stage));
                         x = ptx::kept(x + kDepth / 8);

@@ -93,7 +93,7 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
         bool more = warp == 1 && lane == 0 && rank == 0 && deal() && deal();
         // A warp copies 16 rows of depth, two at a time: 16 lanes for the 128 columns of each. A lane knows one row of every
         // second stage, four stages ahead: indices take longer than a stage to come.
-        constexpr int kPair = 2 * kDepth, kEarly = 6;
+        constexpr int kPair = 2 * kDepth;
         const int low = lane / 16, c = lane % 16, known = c / 8 * kDepth + warp * 16 + c % 8 * 2 + low;
         const uint32_t place = c / 8 * (kDepth * 128) + (warp * 16 + low) * 128 + ((c % 8 ^ low) << 4);
         const auto source = [&](const Tile& tile, int done) {
