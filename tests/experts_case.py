@@ -1,4 +1,4 @@
-"""One layer of experts as test data: operands, the fused forms, and a float64 per-token loop as the truth."""
+"""One layer of experts as test data: operands, the fused forms, and a loop over experts, in float64 the truth."""
 
 from __future__ import annotations
 
@@ -145,33 +145,29 @@ def whole_by_key(o: Operands, key: tuple[str, str, str]) -> Tensor:
 
 
 def truth(o: Operands, spec: ExpertsSpec, plan: str = "") -> Tensor:
-    """y in the operands' dtype, token by token and choice by choice."""
+    """y in the operands' dtype, expert by expert, on the operands' device."""
     act = (ACTIVATIONS | SINGLE)[spec.activation]
-    outputs = []
-    for t, chosen in enumerate(o.idx.tolist()):
-        rows = []
-        for k, e in enumerate(chosen):
-            if not 0 <= e < spec.experts:
-                rows.append(torch.zeros(o.x.shape[1], dtype=o.x.dtype))
-                continue
-            h = o.x[t] @ (o.w1[e] if spec.w1 is Layout.IN_OUT else o.w1[e].t())
-            h = h if o.b1 is None else h + o.b1[e]
-            i = h.shape[0] // 2
-            g, u = {
-                Halves.GATE_UP: (h[:i], h[i:]),
-                Halves.UP_GATE: (h[i:], h[:i]),
-                Halves.INTERLEAVED: (h[::2], h[1::2]),
-                Halves.SINGLE: (h, h),
-            }[spec.halves]
-            row = act(g, u) @ (o.w2[e] if spec.w2 is Layout.IN_OUT else o.w2[e].t())
-            row = row if o.b2 is None else row + o.b2[e]
-            rows.append(row if o.weights is None else row * o.weights[t, k])
-        outputs.append(torch.stack(rows) if spec.combine is Combine.ROWS else torch.stack(rows).sum(0))
+    (tokens, top_k), hidden, flat = o.idx.shape, o.x.shape[1], o.idx.flatten()
     # every operand takes part, so that gradients are zeros and not missing where no row is left
-    zero = torch.zeros(1, o.x.shape[1], dtype=o.x.dtype) + 0 * sum(t.sum() for t in o.floats().values())
-    if not outputs:
-        return zero[:0]
-    return zero + (torch.cat(outputs) if spec.combine is Combine.ROWS else torch.stack(outputs))
+    rows = o.x.new_zeros(flat.shape[0], hidden) + 0 * sum(t.sum() for t in o.floats().values())
+    for e, (w1, w2) in enumerate(zip(o.w1.unbind(), o.w2.unbind(), strict=True)):
+        slots = (flat == e).nonzero()[:, 0]
+        if not slots.numel():
+            continue
+        h = o.x[slots // top_k] @ (w1 if spec.w1 is Layout.IN_OUT else w1.t())
+        h = h if o.b1 is None else h + o.b1[e]
+        i = h.shape[1] // 2
+        g, u = {
+            Halves.GATE_UP: (h[:, :i], h[:, i:]),
+            Halves.UP_GATE: (h[:, i:], h[:, :i]),
+            Halves.INTERLEAVED: (h[:, ::2], h[:, 1::2]),
+            Halves.SINGLE: (h, h),
+        }[spec.halves]
+        part = act(g, u) @ (w2 if spec.w2 is Layout.IN_OUT else w2.t())
+        part = part if o.b2 is None else part + o.b2[e]
+        part = part if o.weights is None else part * o.weights.flatten()[slots, None]
+        rows = rows.index_add(0, slots, part.to(rows.dtype))
+    return rows if spec.combine is Combine.ROWS else rows.view(tokens, top_k, hidden).sum(1)
 
 
 def run(

@@ -36,7 +36,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(o, spec, form=cut) -> None:
-    want = run(truth, o.copied(torch.float64), spec)
+    want = run(truth, to_cuda(o.copied(torch.float64)), spec)
     got = run(form, to_cuda(o.copied()), spec, PLAN)
     rows = o.x.shape[1] + o.w2.shape[1] + o.w2.shape[2] + o.x.shape[0] * spec.top_k
     assert_close(got, want, bound(o.w1.dtype, rows))
@@ -123,7 +123,7 @@ def test_gradients_only_where_asked(alone) -> None:
     o = make(spec, BF16, tokens=70, hidden=256, inter=256)
     for names in (("x",), ("w1",), ("w2",), ("weights",), ("x", "w2"), ("w1", "weights")):
         only = frozenset(names)
-        want = run(truth, o.copied(torch.float64, only), spec)
+        want = run(truth, to_cuda(o.copied(torch.float64, only)), spec)
         got = run(cut, to_cuda(o.copied(only=only)), spec, PLAN)
         assert_close(got, want, bound(BF16, 256 + 256 + 140))
 

@@ -38,7 +38,7 @@ def to_cuda(o: Operands) -> Operands:
 
 
 def check(o: Operands, spec, form=cut) -> None:
-    want = run(truth, o.copied(torch.float64), spec)
+    want = run(truth, to_cuda(o.copied(torch.float64)), spec)
     got = run(form, to_cuda(o.copied()), spec, PLAN)
     rows = o.x.shape[1] + o.w2.shape[1] + o.w2.shape[2] + o.x.shape[0] * spec.top_k
     assert_close(got, want, bound(o.w1.dtype, rows))
@@ -71,7 +71,7 @@ def test_widths_that_the_grouped_matmul_refuses(dtype: torch.dtype) -> None:
 def test_unaligned_weights(dtype: torch.dtype) -> None:
     spec = spec_of(dtype)
     o = make(spec, dtype, tokens=20)
-    want = run(truth, o.copied(torch.float64), spec)
+    want = run(truth, to_cuda(o.copied(torch.float64)), spec)
     moved = to_cuda(o.copied())
     for name in ("w1", "w2"):
         t = getattr(o, name)

@@ -67,7 +67,7 @@ def test_frozen_experts(dropped: bool, launched: set[str]) -> None:
     spec = spec_of(BF16, experts=9, top_k=2)
     o = make(spec, BF16, tokens=700, hidden=256, inter=192, dropped=dropped)
     only = frozenset({"x", "weights"})
-    want = run(truth, o.copied(torch.float64, only), spec)
+    want = run(truth, to_cuda(o.copied(torch.float64, only)), spec)
     got = run(cut, to_cuda(o.copied(only=only)), spec, PLAN)
     assert_close(got, want, bound(BF16, 256, 384, 192, 1400))
     assert "rows_gathered_in_out" in launched and not launched & {"pull_silu_in_out", "wgrad", "wgrad_transposed"}
