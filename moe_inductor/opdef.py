@@ -21,7 +21,7 @@ FAMILIES: dict[str, Family] = {
     "cpu": cpu,
     "library": library,
     "triton": Fused("tiled"),
-    "hopper": Fused("wgmma", "tiled"),
+    "hopper": Fused("pingpong", "wgmma", "tiled"),
 }
 
 #: Operands keep the strides they were traced with: a weight may be a transposed view, which the kernels take as it is.
