@@ -1,5 +1,6 @@
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
@@ -225,3 +226,12 @@ def test_committed_results_can_be_shown():
         made = json.loads(file.read_text())
         assert made["schema"] == record.SCHEMA and made["kind"] in record.KINDS, file.name
         assert made["provenance"]["device"] and made["provenance"]["date"] and made["provenance"]["command"]
+
+
+def test_readme_has_the_table_of_the_committed_results(capsys):
+    """Of what lies in the tree: records in the order of their names."""
+    root = Path(__file__).parents[1]
+    files = sorted((root / "moe_inductor/bench/results").glob("*layer*.json"))
+    assert cli.main(["bench", "show", "--summary", *map(str, files)]) == 0
+    table = capsys.readouterr().out
+    assert table.count("\n") > 2 and table in (root / "README.md").read_text()

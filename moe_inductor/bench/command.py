@@ -47,6 +47,7 @@ def add(commands: Any) -> None:
 
     show = kinds.add_parser("show", help="tables, and plots, from the JSON of runs")
     show.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    show.add_argument("--summary", action="store_true", help="one table of all layers instead")
     show.add_argument("--plots", type=Path, metavar="FOLDER", help="draw PNG and SVG files there")
     show.set_defaults(bench=_show)
 
@@ -139,7 +140,7 @@ def _show(args: argparse.Namespace) -> int:
     from . import plots, record, show
 
     records = [record.read(file) for file in args.files]
-    print(show.markdown(records), end="")
+    print(show.summary(records) if args.summary else show.markdown(records), end="")
     if args.plots:
         for file in plots.draw(records, args.plots):
             _say(str(file))

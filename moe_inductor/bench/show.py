@@ -23,6 +23,22 @@ def markdown(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+def summary(records: Sequence[Mapping[str, Any]]) -> str:
+    """One Markdown table of the layers under uniform routing: forward / forward + backward in ms, each peer's faster
+    form."""
+    found = [c for c in cells(r for r in records if r["kind"] == "layer") if c["routing"]["name"] == "uniform"]
+    peers = list(dict.fromkeys(name.split(":")[0] for cell in found for name in _medians(cell, BOTH)))
+    rows = []
+    for cell in found:
+        row = [f"{cell['shape']['name']}, T={cell['tokens']}"]
+        for peer in peers:
+            best = [(times, fastest(times, [peer])) for times in (_medians(cell, form) for form in (FORWARD, BOTH))]
+            row.append(" / ".join("" if name is None else _ms(times[name]) for times, name in best).strip(" /"))
+        floor = cell.get("floor")
+        rows.append([*row, "" if floor is None else f"{_ms(floor[FORWARD])} / {_ms(floor[BOTH])}"])
+    return "\n".join(table(["ms", *peers, "floor"], rows)) + "\n"
+
+
 def cells(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The cells of records of one kind, those that measured the same thing merged: arms of a later one win."""
     merged: dict[Any, dict[str, Any]] = {}
