@@ -152,8 +152,6 @@ def truth(o: Operands, spec: ExpertsSpec, plan: str = "") -> Tensor:
     rows = o.x.new_zeros(flat.shape[0], hidden) + 0 * sum(t.sum() for t in o.floats().values())
     for e, (w1, w2) in enumerate(zip(o.w1.unbind(), o.w2.unbind(), strict=True)):
         slots = (flat == e).nonzero()[:, 0]
-        if not slots.numel():
-            continue
         h = o.x[slots // top_k] @ (w1 if spec.w1 is Layout.IN_OUT else w1.t())
         h = h if o.b1 is None else h + o.b1[e]
         i = h.shape[1] // 2
@@ -166,7 +164,7 @@ def truth(o: Operands, spec: ExpertsSpec, plan: str = "") -> Tensor:
         part = act(g, u) @ (w2 if spec.w2 is Layout.IN_OUT else w2.t())
         part = part if o.b2 is None else part + o.b2[e]
         part = part if o.weights is None else part * o.weights.flatten()[slots, None]
-        rows = rows.index_add(0, slots, part.to(rows.dtype))
+        rows = rows.index_add(0, slots, part)
     return rows if spec.combine is Combine.ROWS else rows.view(tokens, top_k, hidden).sum(1)
 
 

@@ -120,7 +120,7 @@ def step(call, module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Ten
 @pytest.mark.parametrize("name", FORMS)
 def test_blocks_against_eager(name: str, kernel: str) -> None:
     if kernel == "hopper" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("wgmma needs compute capability 9.0")
+        pytest.skip("the hopper family needs compute capability 9.0")
     module = Routed(FORMS[name]).cuda()
     twin = models.eager_twin(module)
     x, dy = torch.randn(2, 64, 16, device="cuda")
