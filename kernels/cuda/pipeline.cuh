@@ -181,14 +181,14 @@ __device__ __forceinline__ void clear(float (&d)[2][96]) {
         for (int j = 0; j < 96; ++j) d[half][j] = 0.0f;
 }
 
-/// Starts the k-th step of 16 of a stage.
-template <int HALVES, int MN_A, int MN_B>
+/// Starts the k-th step of 16 of a stage, for the first ``WIDE`` columns.
+template <int HALVES, int WIDE, int MN_A, int MN_B>
 __device__ __forceinline__ void issue(float (&d)[2][96], uint32_t a, uint32_t b, int k) {
     const uint64_t right = ptx::describe(b + k * (MN_B ? 2048 : 32), MN_B ? kDepth * 128 : 16, 1024);
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
         const uint32_t at = a + half * (64 * kDepth * 2) + k * (MN_A ? 2048 : 32);
-        ptx::mma<MN_A, MN_B>(d[half], ptx::describe(at, MN_A ? kDepth * 128 : 16, 1024), right);
+        ptx::mma<WIDE, MN_A, MN_B>(d[half], ptx::describe(at, MN_A ? kDepth * 128 : 16, 1024), right);
     }
 }
 
@@ -201,9 +201,9 @@ __device__ __forceinline__ void wait_turn(int i, int group) {
 /// The end of that turn, for a warp of ``group``.
 __device__ __forceinline__ void end_turn(int group) { ptx::arrive_named(kTurns + (group ^ 1), 256); }
 
-/// ``steps`` whole stages onto d, ``HALVES`` blocks of 64 rows. A stage is given back one later, when nothing reads it;
+/// ``steps`` whole stages onto d, ``HALVES`` blocks of 64 rows by ``WIDE`` columns. A stage is given back one later, when nothing reads it;
 /// the last, whose number is returned, is not: its matmuls may still run.
-template <int HALVES, int CLUSTER, int STAGES, int MN_A, int MN_B, bool GATHERED, class M>
+template <int HALVES, int WIDE, int CLUSTER, int STAGES, int MN_A, int MN_B, bool GATHERED, class M>
 __device__ __forceinline__ int start(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int steps, int lane) {
     int before = 0;
     for (int s = 0; s < steps; ++s) {
@@ -212,7 +212,7 @@ __device__ __forceinline__ int start(float (&d)[2][96], const M& m, Ring<STAGES>
         ptx::mma_fence();
 #pragma unroll
         for (int k = 0; k < kDepth / 16; ++k)
-            issue<HALVES, MN_A, MN_B>(d, m.a(ring.stage), m.b(ring.stage), k);
+            issue<HALVES, WIDE, MN_A, MN_B>(d, m.a(ring.stage), m.b(ring.stage), k);
         ptx::mma_commit();
         if (s > 0) {
             ptx::mma_wait<1>();
@@ -225,10 +225,10 @@ __device__ __forceinline__ int start(float (&d)[2][96], const M& m, Ring<STAGES>
 }
 
 /// The same for at least one stage to its end, and the turn's.
-template <int HALVES, int CLUSTER, int STAGES, int MN_A, int MN_B, bool GATHERED, class M>
+template <int HALVES, int WIDE, int CLUSTER, int STAGES, int MN_A, int MN_B, bool GATHERED, class M>
 __device__ __forceinline__ void multiply(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int steps, int lane,
                                          int group) {
-    const int last = start<HALVES, CLUSTER, STAGES, MN_A, MN_B, GATHERED>(d, m, ring, steps, lane);
+    const int last = start<HALVES, WIDE, CLUSTER, STAGES, MN_A, MN_B, GATHERED>(d, m, ring, steps, lane);
     end_turn(group);
     ptx::mma_wait<0>();
     if (lane == 0) arrive_everywhere<CLUSTER>(m.empty(last));

@@ -1,6 +1,8 @@
 // Rows times their expert's matrix, with biases, an activation or the backward of one.
 #pragma once
 
+#include <type_traits>
+
 #include "pull.cuh"
 
 namespace {
@@ -235,12 +237,22 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
             const int rows = rows_of(tile), row = row_of(tile) + warp * 16;
             // what the epilogue reads first comes while the tensor cores work
             const float scales = KIND == Kind::kPull ? prepare(p, tile, row, rows - warp * 16, lane) : 0.0f;
+            // the last columns of a matrix do not cost a whole tile; where the epilogue is long this would cost it registers
+            const int columns = KIND == Kind::kGated || KIND == Kind::kPull ? kColumns : p.columns - tile.column * kColumns;
+            const auto times = [&](auto halves) {
+                if (columns > 128)
+                    multiply<halves.value, kColumns, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, group);
+                else if (columns > 64)
+                    multiply<halves.value, 128, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, group);
+                else
+                    multiply<halves.value, 64, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, group);
+            };
             wait_turn(i, group);
             if (rows > 64) {
-                multiply<2, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, group);
+                times(std::integral_constant<int, 2>());
                 finish(d, tile, row, rows - warp * 16, 2, scales);
             } else if (rows > 0) {
-                multiply<1, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, group);
+                times(std::integral_constant<int, 1>());
                 finish(d, tile, row, rows - warp * 16, 1, scales);
             } else {
                 for (int s = 0; s < steps; ++s, ring.next()) {

@@ -20,14 +20,14 @@ static_assert(offsetof(WgradArgs, tiles) == 128 && offsetof(WgradArgs, x) == 160
 
 namespace {
 
-/// Onto d, the product of ``rows`` rows of depth. Beside the last of them in their stage lie another expert's: both operands
+/// Onto d, the product of ``rows`` rows of depth, its first ``WIDE`` columns. Beside the last of them in their stage lie another expert's: both operands
 /// become zero there, since 0 * NaN is not.
-template <int CLUSTER, int STAGES, class M>
+template <int WIDE, int CLUSTER, int STAGES, class M>
 __device__ __forceinline__ void multiply_rows(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int rows, int lane,
                                               int group) {
     constexpr int kChunks = (kRows + kColumns) / 8;
     const int whole = rows / kDepth, rest = rows % kDepth, blocks = (rest + 15) / 16;
-    const int last = start<2, CLUSTER, STAGES, 1, 1, true>(d, m, ring, whole, lane);
+    const int last = start<2, WIDE, CLUSTER, STAGES, 1, 1, true>(d, m, ring, whole, lane);
     if (rest > 0) ptx::wait(m.full(ring.stage), ring.phase);
     end_turn(group);
     if (rest > 0) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][96], const M& m, Rin
 #pragma unroll 1
         for (int k = 0; k < blocks; ++k) {
             ptx::mma_fence();
-            issue<2, 1, 1>(d, a, b, k);
+            issue<2, WIDE, 1, 1>(d, a, b, k);
         }
         ptx::mma_commit();
     }
@@ -164,7 +164,10 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
             float d[2][96];
             clear(d);
             wait_turn(i, group);
-            multiply_rows<CLUSTER>(d, m, ring, tile.rows, lane, group);
+            if (p.columns - first_column(tile) > 64)
+                multiply_rows<kColumns, CLUSTER>(d, m, ring, tile.rows, lane, group);
+            else  // a third way, for 128, costs registers elsewhere
+                multiply_rows<64, CLUSTER>(d, m, ring, tile.rows, lane, group);
             const int row = first_row(tile), column = first_column(tile);
             if constexpr (TRANSPOSED) {
                 const int thread = threadIdx.x % 128;

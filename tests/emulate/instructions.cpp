@@ -112,17 +112,17 @@ void multiply_next(Program& p, int warp) {
     g.queue.pop_front();
     static float a[16 * 16], b[16 * 192], sums[16][192];
     read_operand(p, m.a, m.mn_a, warp % 4 * 16, 16, m.fenced, a);
-    read_operand(p, m.b, m.mn_b, 0, 192, m.fenced, b);
+    read_operand(p, m.b, m.mn_b, 0, m.columns, m.fenced, b);
     for (int r = 0; r < 16; ++r) {
-        std::fill_n(sums[r], 192, 0.0f);
+        std::fill_n(sums[r], m.columns, 0.0f);
         for (int k = 0; k < 16; ++k) {
             const float left = a[k * 16 + r];
-            for (int c = 0; c < 192; ++c) sums[r][c] += left * b[k * 192 + c];
+            for (int c = 0; c < m.columns; ++c) sums[r][c] += left * b[k * m.columns + c];
         }
     }
     for (int t = 0; t < 32; ++t) {
         const int top = t / 4, first = t % 4 * 2;
-        for (int i = 0; i < 96; ++i) {
+        for (int i = 0; i < m.columns / 2; ++i) {
             const float sum = sums[top + i / 2 % 2 * 8][i / 4 * 8 + first + i % 2];
             m.d[t][i] += sum;
         }
@@ -309,15 +309,15 @@ float exp2_approx(float x) { return std::exp2(x); }
 
 void mma_fence() { current->registers_fenced = true; }
 
-void mma_start(int mn_a, int mn_b, float* d, uint64_t a, uint64_t b) {
+void mma_start(int columns, int mn_a, int mn_b, float* d, uint64_t a, uint64_t b) {
     Thread& t = *current;
     Program& p = self();
     Matmuls& g = t.warp->matmuls;
     if (!t.registers_fenced) fail("a matmul without a fence since the last wait");
-    Matmul fresh{mn_a, mn_b, a, b};
+    Matmul fresh{columns, mn_a, mn_b, a, b};
     fresh.fenced = ~0ull;
     Matmul& m = at_call(g.queue, t.matmuls++, g.done, fresh);
-    if (m.a != a || m.b != b || m.mn_a != mn_a || m.mn_b != mn_b)
+    if (m.a != a || m.b != b || m.columns != columns || m.mn_a != mn_a || m.mn_b != mn_b)
         fail("lanes of a warp start different matmuls");
     m.d[t.lane] = d;
     m.fenced = std::min(m.fenced, t.fenced);

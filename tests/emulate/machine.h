@@ -48,7 +48,7 @@ struct Matrix {
 
 /// What one warp of a warpgroup does of a matmul: 16 of the 64 rows. Nothing orders the warps.
 struct Matmul {
-    int mn_a, mn_b;
+    int columns, mn_a, mn_b;
     uint64_t a, b;
     uint32_t issued = 0;
     uint64_t fenced;  // the earliest of the threads' last proxy fences

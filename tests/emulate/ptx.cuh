@@ -77,10 +77,10 @@ inline uint64_t describe(uint32_t at, uint32_t block, uint32_t step) {
            static_cast<uint64_t>(step >> 4) << 32 | 1ull << 62;
 }
 
-void mma_start(int mn_a, int mn_b, float* d, uint64_t a, uint64_t b);
-template <int MN_A, int MN_B>
+void mma_start(int columns, int mn_a, int mn_b, float* d, uint64_t a, uint64_t b);
+template <int COLUMNS, int MN_A, int MN_B>
 inline void mma(float (&d)[96], uint64_t a, uint64_t b) {
-    mma_start(MN_A, MN_B, d, a, b);
+    mma_start(COLUMNS, MN_A, MN_B, d, a, b);
 }
 
 }  // namespace ptx
