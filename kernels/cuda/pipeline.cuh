@@ -46,13 +46,14 @@ template <int STAGES, int RESULTS>
 struct Memory {
     uint32_t base;
     static constexpr int kBarriers = STAGES * (kBytesA + kBytesB) + RESULTS;
-    static constexpr int kBytes = kBarriers + kSlots * 16 + (2 * STAGES + 2 * kSlots) * 8;
+    static constexpr int kBytes = kBarriers + kSlots * 16 + (3 * STAGES + 2 * kSlots) * 8;
     __device__ uint32_t a(int s) const { return base + s * (kBytesA + kBytesB); }
     __device__ uint32_t b(int s) const { return a(s) + kBytesA; }
     __device__ uint32_t results() const { return base + STAGES * (kBytesA + kBytesB); }
     __device__ uint32_t slot(int i) const { return base + kBarriers + i * 16; }
     __device__ uint32_t full(int s) const { return base + kBarriers + kSlots * 16 + s * 8; }
     __device__ uint32_t empty(int s) const { return full(STAGES + s); }
+    __device__ uint32_t mine(int s) const { return full(2 * STAGES + 2 * kSlots + s); }  // empty here, not in every program
     __device__ uint32_t told(int i) const { return full(2 * STAGES + i); }
     __device__ uint32_t heard(int i) const { return full(2 * STAGES + kSlots + i); }
 };
@@ -78,6 +79,19 @@ __device__ void arrive_everywhere(uint32_t barrier) {
         ptx::arrive(barrier);
     else
         for (uint32_t rank = 0; rank < CLUSTER; ++rank) ptx::arrive_at(barrier, rank);
+}
+
+/// One warp of a multiplier is done with a stage. What a program gathers by itself need not wait for the others.
+template <int CLUSTER, bool GATHERED, class M>
+__device__ void give_back(const M& m, int stage) {
+    if constexpr (CLUSTER > 1 && GATHERED) ptx::arrive(m.mine(stage));
+    arrive_everywhere<CLUSTER>(m.empty(stage));
+}
+
+/// Until a stage may be filled: by this program, or ``everywhere``.
+template <int CLUSTER, class M>
+__device__ void wait_empty(const M& m, int stage, uint32_t phase, bool everywhere) {
+    ptx::wait(CLUSTER == 1 || everywhere ? m.empty(stage) : m.mine(stage), phase ^ 1);
 }
 
 /// The i-th tile of this cluster, for one thread or for a whole warp; ``expert`` is negative after the last.
@@ -141,6 +155,7 @@ __device__ void set_up(const M& m) {
         for (int s = 0; s < STAGES; ++s) {
             ptx::init(m.full(s), 1 + (GATHERED ? kGatherers : 0));
             ptx::init(m.empty(s), 4 * CLUSTER);
+            ptx::init(m.mine(s), 4);
         }
         for (int i = 0; i < kSlots; ++i) {
             ptx::init(m.told(i), 1);
@@ -216,7 +231,7 @@ __device__ __forceinline__ int start(float (&d)[2][96], const M& m, Ring<STAGES>
         ptx::mma_commit();
         if (s > 0) {
             ptx::mma_wait<1>();
-            if (lane == 0) arrive_everywhere<CLUSTER>(m.empty(before));
+            if (lane == 0) give_back<CLUSTER, GATHERED>(m, before);
         }
         before = ring.stage;
         ring.next();
@@ -231,7 +246,7 @@ __device__ __forceinline__ void multiply(float (&d)[2][96], const M& m, Ring<STA
     const int last = start<HALVES, WIDE, CLUSTER, STAGES, MN_A, MN_B, GATHERED>(d, m, ring, steps, lane);
     end_turn(group);
     ptx::mma_wait<0>();
-    if (lane == 0) arrive_everywhere<CLUSTER>(m.empty(last));
+    if (lane == 0) give_back<CLUSTER, GATHERED>(m, last);
 }
 
 }  // namespace

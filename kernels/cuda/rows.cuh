@@ -187,25 +187,26 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
                         next = hear<GATHERED, CLUSTER>(own, i + 1);
                         from = source(next);
                     }
+                    const int stage = GATHERED ? __shfl_sync(~0u, ring.stage, 0) : ring.stage;  // one of a warp, to the compiler too
                     const int4* at[kEarly];  // while there is time, in registers of their own
 #pragma unroll
                     for (int j = 0; j < kEarly; ++j) at[j] = ptx::kept(x + offset[j]);
-                    ptx::wait(own.empty(ring.stage), ring.phase ^ 1);
+                    wait_empty<CLUSTER>(own, stage, ring.phase, !GATHERED || warp == 0);
                     if (GATHERED ? warp == 0 && ptx::elect() : loads) {
                         const bool dense = !GATHERED && held > 0;
-                        ptx::arrive_expect(own.full(ring.stage), kBytesB + (dense ? kBytesA : 0));
-                        if (dense) ptx::load(own.a(ring.stage), &p.a, own.full(ring.stage), s * kDepth, row);
-                        load_columns<CLUSTER, MN_B>(&p.b, own.b(ring.stage), own.full(ring.stage), rank, s * kDepth + depth,
+                        ptx::arrive_expect(own.full(stage), kBytesB + (dense ? kBytesA : 0));
+                        if (dense) ptx::load(own.a(stage), &p.a, own.full(stage), s * kDepth, row);
+                        load_columns<CLUSTER, MN_B>(&p.b, own.b(stage), own.full(stage), rank, s * kDepth + depth,
                                                     first, second);
                     }
                     if constexpr (GATHERED) {
                         if (warp * 32 < held) {
-                            const uint32_t even = own.a(ring.stage) + top, odd = even ^ 64;
+                            const uint32_t even = own.a(stage) + top, odd = even ^ 64;
 #pragma unroll
                             for (int j = 0; j < 8; ++j)
                                 ptx::copy16((j & 1 ? odd : even) + j * 512, j < kEarly ? at[j] : x + offset[j]);
                         }
-                        ptx::arrive_after_copies(own.full(ring.stage));
+                        ptx::arrive_after_copies(own.full(stage));
                         x = ptx::kept(x + kDepth / 8);
                     }
                     ring.next();
@@ -258,7 +259,7 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
                 for (int s = 0; s < steps; ++s, ring.next()) {
                     ptx::wait(m.full(ring.stage), ring.phase);
                     __syncwarp();
-                    if (lane == 0) arrive_everywhere<CLUSTER>(m.empty(ring.stage));
+                    if (lane == 0) give_back<CLUSTER, GATHERED>(m, ring.stage);
                 }
                 end_turn(group);
             }

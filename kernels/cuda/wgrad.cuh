@@ -47,8 +47,8 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][96], const M& m, Rin
     }
     ptx::mma_wait<0>();
     if (lane == 0) {
-        if (whole > 0) arrive_everywhere<CLUSTER>(m.empty(last));
-        if (rest > 0) arrive_everywhere<CLUSTER>(m.empty(ring.stage));
+        if (whole > 0) give_back<CLUSTER, true>(m, last);
+        if (rest > 0) give_back<CLUSTER, true>(m, ring.stage);
     }
     if (rest > 0) ring.next();
 }
@@ -66,8 +66,8 @@ __device__ __forceinline__ void store_wgrad(float (&d)[96], __nv_bfloat16* out, 
 /// The sum over an expert's rows of a gathered row times a dense one.
 template <bool TRANSPOSED, int CLUSTER>
 __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
-    constexpr int STAGES = TRANSPOSED ? 4 : 5;
-    using Place = Memory<STAGES, TRANSPOSED ? 2 * kPart * kPitchT : 8 * 16 * kPitch>;
+    constexpr int STAGES = 5, kSide = kPart / 2;  // columns of a warpgroup that leave together, transposed
+    using Place = Memory<STAGES, TRANSPOSED ? 2 * kSide * kPitchT : 8 * 16 * kPitch>;
     static_assert(Place::kBytes <= 232448);
     extern __shared__ __align__(1024) uint8_t shared[];
     const Place m{ptx::address(shared)};
@@ -91,12 +91,12 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
             });
         };
         bool more = warp == 1 && lane == 0 && rank == 0 && deal() && deal();
-        // A warp copies 16 rows of depth, two at a time: 16 lanes for the 128 columns of each. A lane knows one row of every
-        // second stage, four stages ahead: indices take longer than a stage to come.
+        // A warp copies 16 rows of depth, four at a time: eight lanes for 64 columns of each, and for the other 64. A lane
+        // knows one row of every second stage, four stages ahead: indices take longer than a stage to come.
         constexpr int kPair = 2 * kDepth;
-        const int low = lane / 16, c = lane % 16, known = c / 8 * kDepth + warp * 16 + c % 8 * 2 + low;
-        const uint32_t place = c / 8 * (kDepth * 128) + (warp * 16 + low) * 128 + ((c % 8 ^ low) << 4);
-        const auto source = [&](const Tile& tile, int done) {
+        const int quarter = lane / 8, c = lane % 8, known = c / 4 * kDepth + warp * 16 + c % 4 * 4 + quarter;
+        const uint32_t place = (warp * 16 + quarter) * 128 + ((c ^ quarter) << 4);
+        const auto source = [&](const Tile& tile, int done) {  // of no row the first: what it brings is not read
             return tile.expert >= 0 && known < tile.rows - done ? static_cast<unsigned>(p.index[tile.row + done + known]) : 0;
         };
         if (threadIdx.x % 128 == 0) ptx::prefetch_map(&p.b);
@@ -112,48 +112,42 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
                 first = source(next, 0), second = source(next, kPair);
             };
             if (tile.rows == 0) look();
-            const int column = first_row(tile) + c * 8, dense = __shfl_sync(~0u, first_column(tile), 0);
-            const bool held = column < p.rows, all = __all_sync(~0u, held);
-            const int4* x = ptx::kept(p.x + (held ? column / 8 : 0));
+            const int rows = __shfl_sync(~0u, tile.rows, 0), dense = __shfl_sync(~0u, first_column(tile), 0);
+            const int column = first_row(tile) + c * 8, beyond = p.rows - column;
+            const int4* x = ptx::kept(p.x + (beyond > 0 ? column / 8 : 0));
 #pragma unroll 1
-            for (int done = 0; done < tile.rows; done += kPair) {
+            for (int done = 0; done < rows; done += kPair) {
                 const unsigned offset = p.divide(soon) * p.stride;
                 soon = later;
                 later = source(tile, done + 2 * kPair);
-                if (done / kPair == tile.rows / kPair / 2) look();
+                if (done / kPair == rows / kPair / 2) look();
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const int left = tile.rows - done - half * kDepth;
-                    if (left <= 0) break;
-                    const int4* at[8];  // most of them while there is time, in registers of their own
+                    if (half == 1 && done + kDepth >= rows) break;
+                    const int stage = __shfl_sync(~0u, ring.stage, 0);
+                    const int4* at[4];  // while there is time, in registers of their own
 #pragma unroll
-                    for (int j = 0; j < 8; ++j) {
-                        at[j] = x + __shfl_sync(~0u, offset, 8 * half + j, 16);
-                        if (j < kEarly) at[j] = ptx::kept(at[j]);
-                    }
-                    ptx::wait(own.empty(ring.stage), ring.phase ^ 1);
+                    for (int j = 0; j < 4; ++j) at[j] = ptx::kept(x + __shfl_sync(~0u, offset, 4 * half + j, 8));
+                    wait_empty<CLUSTER>(own, stage, ring.phase, warp == 0);
                     if (warp == 0 && ptx::elect()) {
-                        ptx::arrive_expect(own.full(ring.stage), kBytesB);
-                        load_columns<CLUSTER, 1>(&p.b, own.b(ring.stage), own.full(ring.stage), rank,
+                        ptx::arrive_expect(own.full(stage), kBytesB);
+                        load_columns<CLUSTER, 1>(&p.b, own.b(stage), own.full(stage), rank,
                                                  tile.row + done + half * kDepth, dense, 0);
                     }
-                    const uint32_t to = own.a(ring.stage) + place;
-                    if (all && left >= kDepth) {
+                    const uint32_t even = own.a(stage) + place, odd = even ^ 64;
 #pragma unroll
-                        for (int j = 0; j < 8; ++j) ptx::copy16((to ^ (j % 4 << 5)) + j * 256, at[j]);
-                    } else {
+                    for (int j = 0; j < 4; ++j) ptx::copy16((j & 1 ? odd : even) + j * 512, at[j]);
 #pragma unroll
-                        for (int j = 0; j < 8; ++j)
-                            if (held && warp * 16 + 2 * j + low < left) ptx::copy16((to ^ (j % 4 << 5)) + j * 256, at[j]);
-                    }
-                    ptx::arrive_after_copies(own.full(ring.stage));
+                    for (int j = 0; j < 4; ++j)
+                        if (beyond > 64) ptx::copy16((j & 1 ? odd : even) + j * 512 + kDepth * 128, at[j] + 8);
+                    ptx::arrive_after_copies(own.full(stage));
                     ring.next();
                 }
             }
         }
     } else {
         ptx::more_registers<kMultiplier>();
-        const uint32_t place = m.results() + (TRANSPOSED ? group * kPart * kPitchT : (group * 4 + warp) * 16 * kPitch);
+        const uint32_t place = m.results() + (TRANSPOSED ? group * kSide * kPitchT : (group * 4 + warp) * 16 * kPitch);
         for (int i = 0;; ++i) {
             const Tile tile = hear<true, CLUSTER>(m, i);
             if (tile.expert < 0) break;
@@ -172,21 +166,21 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
             if constexpr (TRANSPOSED) {
                 const int thread = threadIdx.x % 128;
 #pragma unroll
-                for (int part = 0; part < 2; ++part) {
+                for (int part = 0; part < kColumns / kSide; ++part) {
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         const uint32_t at = place + (lane % 8 + lane / 16 * 8) * kPitchT + half * 128 + warp * 32 +
                                             lane / 8 % 2 * 16;
 #pragma unroll
-                        for (int j = 0; j < kPart / 16; ++j) {
-                            const float* v = d[half] + part * 48 + 8 * j;
+                        for (int j = 0; j < kSide / 16; ++j) {
+                            const float* v = d[half] + part * (kSide / 2) + 8 * j;
                             ptx::store_blocks<true>(at + j * 16 * kPitchT, ptx::pack(v[0], v[1]), ptx::pack(v[2], v[3]),
                                                     ptx::pack(v[4], v[5]), ptx::pack(v[6], v[7]));
                         }
                     }
                     ptx::sync(1 + group, 128);
-                    for (int j = thread; j < kPart * kRows / 8; j += 128) {
-                        const int n = column + part * kPart + j / (kRows / 8), c = j % (kRows / 8) * 8;
+                    for (int j = thread; j < kSide * kRows / 8; j += 128) {
+                        const int n = column + part * kSide + j / (kRows / 8), c = j % (kRows / 8) * 8;
                         if (n < p.columns && row + c < p.rows) {
                             const long long to = (static_cast<long long>(tile.expert) * p.columns + n) * p.rows + row + c;
                             *reinterpret_cast<int4*>(p.out + to) = ptx::load16(place + j / (kRows / 8) * kPitchT + c * 2);
