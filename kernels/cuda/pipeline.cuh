@@ -41,15 +41,15 @@ struct Tile {
     __device__ explicit Tile(int4 v) : expert(v.x), row(v.y), rows(v.z), column(v.w) {}
 };
 
-/// Places in shared memory, from an address that is a multiple of 1024.
-template <int STAGES, int RESULTS>
+/// Places in shared memory, from an address that is a multiple of 1024. ``SIDES``: tiles of columns that share rows.
+template <int STAGES, int RESULTS, int SIDES = 1>
 struct Memory {
     uint32_t base;
-    static constexpr int kBarriers = STAGES * (kBytesA + kBytesB) + RESULTS;
+    static constexpr int kStage = kBytesA + SIDES * kBytesB, kBarriers = STAGES * kStage + RESULTS;
     static constexpr int kBytes = kBarriers + kSlots * 16 + (3 * STAGES + 2 * kSlots) * 8;
-    __device__ uint32_t a(int s) const { return base + s * (kBytesA + kBytesB); }
+    __device__ uint32_t a(int s) const { return base + s * kStage; }
     __device__ uint32_t b(int s) const { return a(s) + kBytesA; }
-    __device__ uint32_t results() const { return base + STAGES * (kBytesA + kBytesB); }
+    __device__ uint32_t results() const { return base + STAGES * kStage; }
     __device__ uint32_t slot(int i) const { return base + kBarriers + i * 16; }
     __device__ uint32_t full(int s) const { return base + kBarriers + kSlots * 16 + s * 8; }
     __device__ uint32_t empty(int s) const { return full(STAGES + s); }
@@ -149,13 +149,14 @@ struct Dealer {
     }
 };
 
-template <int CLUSTER, int STAGES, int GATHERED, class M>
+/// ``OWNERS``: warpgroups that multiply each stage.
+template <int CLUSTER, int STAGES, int GATHERED, int OWNERS = 1, class M>
 __device__ void set_up(const M& m) {
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             ptx::init(m.full(s), 1 + (GATHERED ? kGatherers : 0));
-            ptx::init(m.empty(s), 4 * CLUSTER);
-            ptx::init(m.mine(s), 4);
+            ptx::init(m.empty(s), 4 * OWNERS * CLUSTER);
+            ptx::init(m.mine(s), 4 * OWNERS);
         }
         for (int i = 0; i < kSlots; ++i) {
             ptx::init(m.told(i), 1);
@@ -167,13 +168,13 @@ __device__ void set_up(const M& m) {
     if constexpr (CLUSTER > 1) ptx::cluster_sync();
 }
 
-/// This program's share of 192 columns of the second operand, into all programs of the cluster.
-template <int CLUSTER, int MN_B>
+/// This program's share of ``COLUMNS`` columns of the second operand, into all programs of the cluster.
+template <int CLUSTER, int MN_B, int COLUMNS = kColumns>
 __device__ __forceinline__ void load_columns(const CUtensorMap* map, uint32_t to, uint32_t barrier, uint32_t rank, int depth,
                                              int first, int second) {
     constexpr uint16_t kAll = (1 << CLUSTER) - 1;
     if constexpr (MN_B) {  // boxes of 64 columns, [64 / CLUSTER rows of depth]
-        for (int j = 0; j < kColumns / 64; ++j) {
+        for (int j = 0; j < COLUMNS / 64; ++j) {
             const uint32_t at = to + j * kDepth * 128 + rank * (kDepth / CLUSTER) * 128;
             if constexpr (CLUSTER == 1)
                 ptx::load(at, map, barrier, first + 64 * j, depth);

@@ -17,6 +17,11 @@ __device__ __forceinline__ const T* kept(const T* pointer) {
     return pointer;
 }
 
+__device__ __forceinline__ uint32_t kept(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // Barriers ------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void init(uint32_t barrier, uint32_t count) {
@@ -128,6 +133,11 @@ __device__ __forceinline__ void load_all(uint32_t to, const void* map, uint32_t 
 /// 16 bytes past the registers.
 __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+/// 16 bytes to global memory, in one piece whatever the compiler makes of the loop around.
+__device__ __forceinline__ void write16(void* to, int4 v) {
+    asm volatile("st.global.v4.s32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 /// Asks for a line in the second level cache.

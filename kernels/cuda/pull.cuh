@@ -5,6 +5,8 @@
 
 namespace {
 
+constexpr int kPitchWide = kColumns * 2 + 16;  // bytes of a row of da on its way: 8 rows of a warp, all its columns
+
 /// The routing weights of a tile's rows, of which a warp has 16 in each block of 64, a lane one; and a call for their rows
 /// of h, which come into the second level cache while others work.
 __device__ __forceinline__ float prepare(const RowsArgs& p, const Tile& tile, int row, int rows, int lane) {
@@ -51,47 +53,65 @@ __device__ __forceinline__ float pull_chunk(int4& da, int4& gate, int4& up, floa
 __device__ __forceinline__ void pull_rows(const float (&d)[96], const RowsArgs& p, const Tile& tile, int row, int rows,
                                           float scales, int first, uint32_t place, int lane) {
     constexpr int kWide = kColumns / 64;
-    const auto held = [&](int r, int i) { return r < rows && tile.column * kColumns + lane % 8 * 8 + 64 * i < p.columns; };
-    const auto at = [&](int r, int i) {  // of h and of its gradient
-        return static_cast<long long>(row + r) * 2 * p.columns + tile.column * kColumns + lane % 8 * 8 + 64 * i;
-    };
-    const auto load = [&](int r, int4 (&gate)[kWide], int4 (&up)[kWide]) {
-#pragma unroll
-        for (int i = 0; i < kWide; ++i) {
-            gate[i] = up[i] = make_int4(0, 0, 0, 0);  // registers that are not set are taken from everything before
-            if (held(r, i)) {
-                gate[i] = *reinterpret_cast<const int4*>(p.saved + at(r, i) + p.gate);
-                up[i] = *reinterpret_cast<const int4*>(p.saved + at(r, i) + p.up);
-            }
-        }
-    };
-    put<kPart>(place, d, lane);
-    put<kPart>(place + 16 * kPitch, d + 48, lane);
-    __syncwarp();
+    const int quarter = lane / 8, first_column = tile.column * kColumns + lane % 8 * 8;
+    const int held = (rows < 16 ? rows : 16) - quarter, left = p.columns - first_column;  // of this lane's rows and columns
+    const long long start = static_cast<long long>(row + quarter) * p.columns + first_column, four = 4ll * p.columns;
+    const long long start_h = start + static_cast<long long>(row + quarter) * p.columns;
+    const __nv_bfloat16 *gates = p.saved + start_h + p.gate, *ups = p.saved + start_h + p.up;
+    __nv_bfloat16 *to_gates = p.h + start_h + p.gate, *to_ups = p.h + start_h + p.up, *out = p.out + start;
     int4 gate[kWide], up[kWide];
-    load(lane / 8, gate, up);
+    const auto load = [&](int k, int i) {
+        gate[i] = up[i] = make_int4(0, 0, 0, 0);  // registers that are not set are taken from everything before
+        if (k < held && 64 * i < left) {
+            gate[i] = *reinterpret_cast<const int4*>(gates + 64 * i);
+            up[i] = *reinterpret_cast<const int4*>(ups + 64 * i);
+        }
+    };
+    uint32_t low[kColumns / 8];  // rows 8 to 15, once rows 0 to 7 are done
+    const auto put = [&](const uint32_t (&v)[kColumns / 8]) {
+        const uint32_t at = place + lane % 8 * kPitchWide + lane / 8 * 16;
+#pragma unroll
+        for (int j = 0; j < kColumns / 32; ++j)
+            ptx::store_blocks<false>(at + j * 64, v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]);
+        __syncwarp();
+    };
+    {
+        uint32_t high[kColumns / 8];
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; ++j) {
+            high[j] = ptx::pack(d[4 * j], d[4 * j + 1]);
+            low[j] = ptx::kept(ptx::pack(d[4 * j + 2], d[4 * j + 3]));  // now, not in the loop
+        }
+        put(high);
+    }
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) load(0, i);
 #pragma unroll 1
-    for (int r = lane / 8; r < 16; r += 4) {
-        const float scale = __shfl_sync(~0u, scales, first + r);
+    for (int k = 0; k < 16; k += 4) {
+        if (k == 8) {
+            __syncwarp();
+            put(low);
+        }
+        const float scale = __shfl_sync(~0u, scales, first + k + quarter);
+        const uint32_t at = place + (k % 8 + quarter) * kPitchWide + lane % 8 * 16;
         float dot = 0.0f;
-        int4 later_gate[kWide], later_up[kWide];
-        load(r + 4 < 16 ? r + 4 : rows, later_gate, later_up);  // under way while this row is done
+        gates += 2 * four, ups += 2 * four;
 #pragma unroll
         for (int i = 0; i < kWide; ++i) {
-            if (held(r, i)) {
-                const int c = lane % 8 * 8 + 64 * i;
-                int4 da = ptx::load16(place + c / kPart * (16 * kPitch) + r * kPitch + c % kPart * 2);
+            if (k < held && 64 * i < left) {
+                int4 da = ptx::load16(at + i * 128);
                 dot += pull_chunk(da, gate[i], up[i], scale);
-                *reinterpret_cast<int4*>(p.h + at(r, i) + p.gate) = gate[i];
-                *reinterpret_cast<int4*>(p.h + at(r, i) + p.up) = up[i];
-                *reinterpret_cast<int4*>(p.out + static_cast<long long>(row + r) * p.columns + tile.column * kColumns + c) = da;
+                ptx::write16(to_gates + 64 * i, gate[i]);
+                ptx::write16(to_ups + 64 * i, up[i]);
+                ptx::write16(out + 64 * i, da);
             }
-            gate[i] = later_gate[i], up[i] = later_up[i];
+            load(k + 4, i);  // under way while the rest of this row is done
         }
+        to_gates += 2 * four, to_ups += 2 * four, out += four;
 #pragma unroll
         for (int lanes = 1; lanes < 8; lanes *= 2) dot += __shfl_xor_sync(~0u, dot, lanes);
         const int wide = (p.columns + kColumns - 1) / kColumns;
-        if (lane % 8 == 0 && r < rows) p.dots[static_cast<long long>(row + r) * wide + tile.column] = dot;
+        if (lane % 8 == 0 && k < held) p.dots[static_cast<long long>(row + k + quarter) * wide + tile.column] = dot;
     }
     __syncwarp();
 }

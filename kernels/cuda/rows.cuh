@@ -117,7 +117,8 @@ __device__ __forceinline__ void store_rows(float (&d)[96], const RowsArgs& p, co
 /// Rows times their expert's matrix.
 template <Kind KIND, Act ACT, bool BIAS, int MN_B, bool GATHERED, int CLUSTER>
 __device__ __forceinline__ void rows_body(const RowsArgs& p) {
-    constexpr int STAGES = KIND == Kind::kPull ? 4 : 5, kPlace = (KIND == Kind::kPull ? 2 : 1) * 16 * kPitch;
+    constexpr int STAGES = 5, kPlace = 16 * kPitch;
+    static_assert(8 * kPitchWide <= kPlace);
     using Place = Memory<STAGES, 8 * kPlace>;
     static_assert(Place::kBytes <= 232448);
     extern __shared__ __align__(1024) uint8_t shared[];

@@ -20,21 +20,27 @@ static_assert(offsetof(WgradArgs, tiles) == 128 && offsetof(WgradArgs, x) == 160
 
 namespace {
 
-/// Onto d, the product of ``rows`` rows of depth, its first ``WIDE`` columns. Beside the last of them in their stage lie another expert's: both operands
-/// become zero there, since 0 * NaN is not.
+/// Where one warpgroup finds its columns of a stage that two share.
+template <class M>
+struct Side : M {
+    uint32_t columns;
+    __device__ uint32_t b(int s) const { return M::b(s) + columns; }
+};
+
+/// Onto d, the product of ``rows`` rows of depth, its first ``WIDE`` columns. Beside the last of them in their stage lie
+/// another expert's: both operands become zero there, since 0 * NaN is not.
 template <int WIDE, int CLUSTER, int STAGES, class M>
-__device__ __forceinline__ void multiply_rows(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int rows, int lane,
-                                              int group) {
-    constexpr int kChunks = (kRows + kColumns) / 8;
+__device__ __forceinline__ void multiply_rows(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int rows, int lane) {
+    constexpr int kChunks = (kRows + kColumns) / 8, kChunksA = kRows / 8;
     const int whole = rows / kDepth, rest = rows % kDepth, blocks = (rest + 15) / 16;
     const int last = start<2, WIDE, CLUSTER, STAGES, 1, 1, true>(d, m, ring, whole, lane);
-    if (rest > 0) ptx::wait(m.full(ring.stage), ring.phase);
-    end_turn(group);
     if (rest > 0) {
+        ptx::wait(m.full(ring.stage), ring.phase);
         const uint32_t a = m.a(ring.stage), b = m.b(ring.stage);
         for (int i = threadIdx.x % 128; i < (blocks * 16 - rest) * kChunks; i += 128) {
             const int row = rest + i / kChunks, c = i % kChunks;
-            ptx::store16(a + c / 8 * (kDepth * 128) + row * 128 + c % 8 * 16, make_int4(0, 0, 0, 0));
+            const uint32_t to = c < kChunksA ? a + c / 8 * (kDepth * 128) : b + (c - kChunksA) / 8 * (kDepth * 128);
+            ptx::store16(to + row * 128 + c % 8 * 16, make_int4(0, 0, 0, 0));
         }
         ptx::fence_async();
         ptx::sync(1 + threadIdx.x / 128, 128);
@@ -53,31 +59,41 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][96], const M& m, Rin
     if (rest > 0) ring.next();
 }
 
-/// 64 x 192 results of a weight gradient, of which a warp holds 16 rows, in the order of the operands.
-__device__ __forceinline__ void store_wgrad(float (&d)[96], __nv_bfloat16* out, int rows, int column, int columns,
+/// 64 x 192 results of a weight gradient, of which a warp holds 16 rows, in the order of the operands: ``rows`` of them
+/// from ``out`` on, ``columns`` in all, ``left`` from the first of these.
+__device__ __forceinline__ void store_wgrad(float (&d)[96], __nv_bfloat16* out, int rows, int columns, int left,
                                             uint32_t place, int lane) {
+    const int row = lane / 8, c = lane % 8 * 8;
+    const uint32_t from = place + row * kPitch + c * 2;
+    __nv_bfloat16* to = out + static_cast<long long>(row) * columns + c;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        put<kPart>(place, d + 48 * half, lane);
-        flush(place, out, columns, rows, column + half * kPart, columns, lane);
+    for (int part = 0; part < kColumns; part += 64, to += 64 - 16ll * columns) {
+        const int held = part + c < left ? rows - row : 0;
+        put<64>(place, d + part / 2, lane);
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < 16; j += 4, to += 4ll * columns)
+            if (j < held) ptx::write16(to, ptx::load16(from + j * kPitch));
+        __syncwarp();
     }
 }
 
 /// The sum over an expert's rows of a gathered row times a dense one.
 template <bool TRANSPOSED, int CLUSTER>
 __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
-    constexpr int STAGES = 5, kSide = kPart / 2;  // columns of a warpgroup that leave together, transposed
-    using Place = Memory<STAGES, TRANSPOSED ? 2 * kSide * kPitchT : 8 * 16 * kPitch>;
+    constexpr int STAGES = 3, kWide = 2 * kColumns;
+    constexpr int kSide = 64;  // columns of a warpgroup that leave together, transposed
+    using Place = Memory<STAGES, TRANSPOSED ? 2 * kSide * kPitchT : 8 * 16 * kPitch, 2>;
     static_assert(Place::kBytes <= 232448);
     extern __shared__ __align__(1024) uint8_t shared[];
     const Place m{ptx::address(shared)};
-    set_up<CLUSTER, STAGES, true>(m);
+    set_up<CLUSTER, STAGES, true, 2>(m);
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
     const int lane = threadIdx.x % 32;
     const uint32_t rank = CLUSTER == 1 ? 0 : ptx::cluster_rank();
-    const int tall = (p.rows + kRows * CLUSTER - 1) / (kRows * CLUSTER), wide = (p.columns + kColumns - 1) / kColumns;
-    const auto first_row = [&](const Tile& tile) { return (tile.column % tall * CLUSTER + static_cast<int>(rank)) * kRows; };
-    const auto first_column = [&](const Tile& tile) { return tile.column / tall * kColumns; };
+    const int tall = (p.rows + kRows * CLUSTER - 1) / (kRows * CLUSTER), wide = (p.columns + kWide - 1) / kWide;
+    const auto first_row = [&](const Tile& tile) { return ((tile.column & 0xFFFF) * CLUSTER + static_cast<int>(rank)) * kRows; };
+    const auto first_column = [&](const Tile& tile) { return (tile.column >> 16) * kWide; };
     Ring<STAGES> ring;
     if (group == 2) {
         ptx::fewer_registers<kLoader>();
@@ -87,7 +103,8 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
             return dealer.deal([&](int t) {
                 const int expert = p.tiles.list[t / (tall * wide)];
                 const int start = expert > 0 ? p.tiles.ends[expert - 1] : 0;
-                return make_int4(expert, start, p.tiles.ends[expert] - start, t % (tall * wide));
+                const int u = t % (tall * wide);  // rows fastest
+                return make_int4(expert, start, p.tiles.ends[expert] - start, u / tall << 16 | u % tall);
             });
         };
         bool more = warp == 1 && lane == 0 && rank == 0 && deal() && deal();
@@ -130,9 +147,9 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
                     for (int j = 0; j < 4; ++j) at[j] = ptx::kept(x + __shfl_sync(~0u, offset, 4 * half + j, 8));
                     wait_empty<CLUSTER>(own, stage, ring.phase, warp == 0);
                     if (warp == 0 && ptx::elect()) {
-                        ptx::arrive_expect(own.full(stage), kBytesB);
-                        load_columns<CLUSTER, 1>(&p.b, own.b(stage), own.full(stage), rank,
-                                                 tile.row + done + half * kDepth, dense, 0);
+                        ptx::arrive_expect(own.full(stage), 2 * kBytesB);
+                        load_columns<CLUSTER, 1, kWide>(&p.b, own.b(stage), own.full(stage), rank,
+                                                        tile.row + done + half * kDepth, dense, 0);
                     }
                     const uint32_t even = own.a(stage) + place, odd = even ^ 64;
 #pragma unroll
@@ -148,52 +165,55 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
     } else {
         ptx::more_registers<kMultiplier>();
         const uint32_t place = m.results() + (TRANSPOSED ? group * kSide * kPitchT : (group * 4 + warp) * 16 * kPitch);
+        const Side<Place> side{m, static_cast<uint32_t>(group * kBytesB)};
         for (int i = 0;; ++i) {
             const Tile tile = hear<true, CLUSTER>(m, i);
             if (tile.expert < 0) break;
-            if ((i & 1) != group) {
-                ring.skip((tile.rows + kDepth - 1) / kDepth);
-                continue;
-            }
+            const int row = first_row(tile), column = first_column(tile) + group * kColumns;
             float d[2][96];
             clear(d);
-            wait_turn(i, group);
-            if (p.columns - first_column(tile) > 64)
-                multiply_rows<kColumns, CLUSTER>(d, m, ring, tile.rows, lane, group);
-            else  // a third way, for 128, costs registers elsewhere
-                multiply_rows<64, CLUSTER>(d, m, ring, tile.rows, lane, group);
-            const int row = first_row(tile), column = first_column(tile);
+            if (p.columns - column > 64) {
+                multiply_rows<kColumns, CLUSTER>(d, side, ring, tile.rows, lane);
+            } else if (p.columns > column) {  // a third way, for 128, costs registers elsewhere
+                multiply_rows<64, CLUSTER>(d, side, ring, tile.rows, lane);
+            } else {
+                for (int done = 0; done < tile.rows; done += kDepth, ring.next()) {
+                    ptx::wait(m.full(ring.stage), ring.phase);
+                    __syncwarp();
+                    if (lane == 0) give_back<CLUSTER, true>(m, ring.stage);
+                }
+                continue;
+            }
             if constexpr (TRANSPOSED) {
-                const int thread = threadIdx.x % 128;
+                // a thread has eight of the rows of every eighth column
+                const int thread = threadIdx.x % 128, c = thread % (kRows / 8) * 8, n = thread / (kRows / 8);
+                const int left = row + c < p.rows ? p.columns - column - n : 0;
+                __nv_bfloat16* to = p.out + (static_cast<long long>(tile.expert) * p.columns + column + n) * p.rows + row + c;
+                const uint32_t at = place + (lane % 8 + lane / 16 * 8) * kPitchT + warp * 32 + lane / 8 % 2 * 16;
 #pragma unroll
                 for (int part = 0; part < kColumns / kSide; ++part) {
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        const uint32_t at = place + (lane % 8 + lane / 16 * 8) * kPitchT + half * 128 + warp * 32 +
-                                            lane / 8 % 2 * 16;
 #pragma unroll
                         for (int j = 0; j < kSide / 16; ++j) {
                             const float* v = d[half] + part * (kSide / 2) + 8 * j;
-                            ptx::store_blocks<true>(at + j * 16 * kPitchT, ptx::pack(v[0], v[1]), ptx::pack(v[2], v[3]),
-                                                    ptx::pack(v[4], v[5]), ptx::pack(v[6], v[7]));
+                            ptx::store_blocks<true>(at + half * 128 + j * 16 * kPitchT, ptx::pack(v[0], v[1]),
+                                                    ptx::pack(v[2], v[3]), ptx::pack(v[4], v[5]), ptx::pack(v[6], v[7]));
                         }
                     }
                     ptx::sync(1 + group, 128);
-                    for (int j = thread; j < kSide * kRows / 8; j += 128) {
-                        const int n = column + part * kSide + j / (kRows / 8), c = j % (kRows / 8) * 8;
-                        if (n < p.columns && row + c < p.rows) {
-                            const long long to = (static_cast<long long>(tile.expert) * p.columns + n) * p.rows + row + c;
-                            *reinterpret_cast<int4*>(p.out + to) = ptx::load16(place + j / (kRows / 8) * kPitchT + c * 2);
-                        }
-                    }
+#pragma unroll
+                    for (int j = 0; j < kSide; j += 8, to += 8ll * p.rows)
+                        if (part * kSide + j < left)
+                            ptx::write16(to, ptx::load16(place + (n + j) * kPitchT + c * 2));
                     ptx::sync(1 + group, 128);
                 }
             } else {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int from = row + half * 64 + warp * 16;
-                    __nv_bfloat16* out = p.out + (static_cast<long long>(tile.expert) * p.rows + from) * p.columns;
-                    store_wgrad(d[half], out, p.rows - from, column, p.columns, place, lane);
+                    __nv_bfloat16* out = p.out + (static_cast<long long>(tile.expert) * p.rows + from) * p.columns + column;
+                    store_wgrad(d[half], out, p.rows - from, p.columns, p.columns - column, place, lane);
                 }
             }
         }

@@ -266,6 +266,11 @@ void copy16(uint32_t to, const void* from) {
         current->copies.push_back({to, from});
 }
 
+void write16(void* to, int4 v) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 != 0) fail("a write of 16 bytes to an address that is not aligned");
+    memcpy(to, &v, 16);
+}
+
 void prefetch(const void*) {}
 
 void fence_async() { current->fenced = ++now; }

@@ -12,6 +12,7 @@ template <class T>
 inline const T* kept(const T* pointer) {
     return pointer;
 }
+inline uint32_t kept(uint32_t value) { return value; }
 
 void init(uint32_t barrier, uint32_t count);
 inline void fence_init() {}
@@ -35,6 +36,7 @@ void prefetch_map(const void* map);
 void load(uint32_t to, const void* map, uint32_t barrier, int x, int y);
 void load_all(uint32_t to, const void* map, uint32_t barrier, int x, int y, uint16_t mask);
 void copy16(uint32_t to, const void* from);
+void write16(void* to, int4 v);
 void prefetch(const void* at);
 void fence_async();
 void store_at(uint32_t to, uint32_t rank, int4 value);
