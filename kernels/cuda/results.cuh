@@ -37,4 +37,23 @@ __device__ __forceinline__ void flush(uint32_t place, __nv_bfloat16* to, long lo
     __syncwarp();
 }
 
+/// 16 x 192 results from the registers of a warp to ``out``, rows ``stride`` apart: the first ``rows`` of them, and the
+/// first ``columns`` of their columns.
+__device__ __forceinline__ void store_tile(const float (&d)[96], __nv_bfloat16* out, int stride, int rows, int columns,
+                                           uint32_t place, int lane) {
+    const int row = lane / 8, c = lane % 8 * 8;
+    const uint32_t from = place + row * kPitch + c * 2;
+    __nv_bfloat16* to = out + static_cast<long long>(row) * stride + c;
+#pragma unroll
+    for (int part = 0; part < kColumns; part += 64, to += 64 - 16ll * stride) {
+        const int held = part + c < columns ? rows - row : 0;
+        put<64>(place, d + part / 2, lane);
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < 16; j += 4, to += 4ll * stride)
+            if (j < held) ptx::write16(to, ptx::load16(from + j * kPitch));
+        __syncwarp();
+    }
+}
+
 }  // namespace

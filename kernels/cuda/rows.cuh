@@ -88,18 +88,11 @@ __device__ __forceinline__ void store_rows(float (&d)[96], const RowsArgs& p, co
             __syncwarp();
         }
     } else {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int column = tile.column * kColumns + half * kPart;
-            if constexpr (BIAS)
-                add_bias<kPart>(d + 48 * half, p.bias + static_cast<long long>(tile.expert) * p.columns + column,
-                         p.columns - column, lane);
-            __nv_bfloat16* to = KIND == Kind::kPlain ? out : h;
-            if (to != nullptr) {
-                put<kPart>(place, d + 48 * half, lane);
-                flush(place, to, p.columns, rows, column, p.columns, lane);
-            }
-        }
+        const int column = tile.column * kColumns;
+        if constexpr (BIAS)
+            add_bias<kColumns>(d, p.bias + static_cast<long long>(tile.expert) * p.columns + column, p.columns - column, lane);
+        __nv_bfloat16* to = KIND == Kind::kPlain ? out : h;
+        if (to != nullptr) store_tile(d, to + column, p.columns, rows, p.columns - column, place, lane);
         if constexpr (KIND == Kind::kInterleaved) {
             const uint32_t at = place + lane / 4 * kPitch + lane % 4 * 2;
 #pragma unroll
@@ -239,8 +232,8 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
             const int rows = rows_of(tile), row = row_of(tile) + warp * 16;
             // what the epilogue reads first comes while the tensor cores work
             const float scales = KIND == Kind::kPull ? prepare(p, tile, row, rows - warp * 16, lane) : 0.0f;
-            // the last columns of a matrix do not cost a whole tile; where the epilogue is long this would cost it registers
-            const int columns = KIND == Kind::kGated || KIND == Kind::kPull ? kColumns : p.columns - tile.column * kColumns;
+            // the last columns of a matrix do not cost a whole tile
+            const int columns = KIND == Kind::kGated ? kColumns : p.columns - tile.column * kColumns;
             const auto times = [&](auto halves) {
                 if (columns > 128)
                     multiply<halves.value, kColumns, CLUSTER, STAGES, 0, MN_B, GATHERED>(d, m, ring, steps, lane, group);

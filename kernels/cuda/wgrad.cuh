@@ -59,25 +59,6 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][96], const M& m, Rin
     if (rest > 0) ring.next();
 }
 
-/// 64 x 192 results of a weight gradient, of which a warp holds 16 rows, in the order of the operands: ``rows`` of them
-/// from ``out`` on, ``columns`` in all, ``left`` from the first of these.
-__device__ __forceinline__ void store_wgrad(float (&d)[96], __nv_bfloat16* out, int rows, int columns, int left,
-                                            uint32_t place, int lane) {
-    const int row = lane / 8, c = lane % 8 * 8;
-    const uint32_t from = place + row * kPitch + c * 2;
-    __nv_bfloat16* to = out + static_cast<long long>(row) * columns + c;
-#pragma unroll
-    for (int part = 0; part < kColumns; part += 64, to += 64 - 16ll * columns) {
-        const int held = part + c < left ? rows - row : 0;
-        put<64>(place, d + part / 2, lane);
-        __syncwarp();
-#pragma unroll
-        for (int j = 0; j < 16; j += 4, to += 4ll * columns)
-            if (j < held) ptx::write16(to, ptx::load16(from + j * kPitch));
-        __syncwarp();
-    }
-}
-
 /// The sum over an expert's rows of a gathered row times a dense one.
 template <bool TRANSPOSED, int CLUSTER>
 __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
@@ -172,9 +153,11 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
             const int row = first_row(tile), column = first_column(tile) + group * kColumns;
             float d[2][96];
             clear(d);
-            if (p.columns - column > 64) {
+            if (p.columns - column > 128) {
                 multiply_rows<kColumns, CLUSTER>(d, side, ring, tile.rows, lane);
-            } else if (p.columns > column) {  // a third way, for 128, costs registers elsewhere
+            } else if (p.columns - column > 64) {
+                multiply_rows<128, CLUSTER>(d, side, ring, tile.rows, lane);
+            } else if (p.columns > column) {
                 multiply_rows<64, CLUSTER>(d, side, ring, tile.rows, lane);
             } else {
                 for (int done = 0; done < tile.rows; done += kDepth, ring.next()) {
@@ -213,7 +196,7 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
                 for (int half = 0; half < 2; ++half) {
                     const int from = row + half * 64 + warp * 16;
                     __nv_bfloat16* out = p.out + (static_cast<long long>(tile.expert) * p.rows + from) * p.columns + column;
-                    store_wgrad(d[half], out, p.rows - from, p.columns, p.columns - column, place, lane);
+                    store_tile(d[half], out, p.columns, p.rows - from, p.columns - column, place, lane);
                 }
             }
         }
