@@ -69,7 +69,8 @@ cubin: kernels/cuda/grouped.sha256
 
 kernels/cuda/grouped.sha256: $(CUDA)
 	$(NVCC) -std=c++17 -O3 -cubin -gencode=arch=compute_90a,code=sm_90a -o kernels/cuda/grouped.cubin $<
-	cat $(CUDA) kernels/cuda/grouped.cubin | sha256sum | cut -d' ' -f1 > $@
+	xz --force --extreme kernels/cuda/grouped.cubin
+	cat $(CUDA) kernels/cuda/grouped.cubin.xz | sha256sum | cut -d' ' -f1 > $@
 
 clean:
 	rm -rf $(VENV) .venvs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

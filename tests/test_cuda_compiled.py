@@ -12,7 +12,7 @@ import pytest
 
 from moe_inductor.kernels.cuda import driver
 
-SOURCE = driver.CUBIN.with_suffix(".cu")
+SOURCE = driver.CUBIN.with_name("grouped.cu")
 #: Bytes of spills of a kernel: what an epilogue puts aside, and what the loading warps know of a tile.
 SPILLS = 64
 
@@ -54,7 +54,7 @@ def test_the_compiled_kernels_are_those_of_the_sources() -> None:
     for part in sorted([SOURCE, *SOURCE.parent.glob("*.cuh")]):
         digest.update(part.read_bytes())
     digest.update(driver.CUBIN.read_bytes())
-    assert driver.CUBIN.with_suffix(".sha256").read_text().strip() == digest.hexdigest(), "run make cubin"
+    assert driver.CUBIN.with_name("grouped.sha256").read_text().strip() == digest.hexdigest(), "run make cubin"
 
 
 def test_the_makefile_compiles_with_the_same_options() -> None:

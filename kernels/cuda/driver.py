@@ -1,5 +1,5 @@
 """Kernels compiled ahead of time, launched through the CUDA driver that PyTorch has loaded: no compiler, no header and
-no package beside it is needed. ``grouped.cubin`` is ``grouped.cu`` compiled for sm_90a by ``make cubin``."""
+no package beside it is needed. ``grouped.cubin.xz`` is ``grouped.cu`` compiled for sm_90a by ``make cubin``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-CUBIN = Path(__file__).with_name("grouped.cubin")
+CUBIN = Path(__file__).with_name("grouped.cubin.xz")
 #: Shared memory of every kernel, all that a program may have, and its threads.
 SHARED, THREADS = 232448, 384
 
@@ -133,7 +133,7 @@ def ready(device: torch.device) -> bool:
         return False
     try:
         _library()
-    except (OSError, RuntimeError):  # no driver of that name, or one too old for the kernels
+    except (ImportError, OSError, RuntimeError):  # no lzma, no driver of that name, or one too old for the kernels
         return False
     return True
 
@@ -145,8 +145,10 @@ def _driver() -> ctypes.CDLL:
 
 @functools.cache
 def _library() -> ctypes.c_void_p:
+    import lzma  # optional in a Python that one builds oneself
+
     library = ctypes.c_void_p()
-    image = CUBIN.read_bytes()
+    image = lzma.decompress(CUBIN.read_bytes())
     _check(
         _driver().cuLibraryLoadData(ctypes.byref(library), image, None, None, 0, None, None, 0), f"loading {CUBIN.name}"
     )
