@@ -25,9 +25,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         lambda g, u: (u.clamp(-7, 7) + 1) * g.clamp(max=7) * torch.sigmoid(1.702 * g.clamp(max=7))
     ),
 }
-ACTIVATIONS[
+#: gpt-oss's, its constants in the text.
+CLAMPED = (
     "mul(mul(sigmoid(mul(clamp_max(g, 7.0), 1.702)), clamp_max(g, 7.0)), add(clamp_max(clamp_min(u, -7.0), 7.0), 1.0))"
-] = lambda g, u: (u.clamp(-7, 7) + 1) * g.clamp(max=7) * torch.sigmoid(1.702 * g.clamp(max=7))
+)
+ACTIVATIONS[CLAMPED] = lambda g, u: (u.clamp(-7, 7) + 1) * g.clamp(max=7) * torch.sigmoid(1.702 * g.clamp(max=7))
 SINGLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda g, u: g * torch.sigmoid(g),
     "gelu": lambda g, u: 0.5 * g * (1 + torch.erf(g / math.sqrt(2))),

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from experts_case import assert_close, bound, cut, make, run, spec_of, truth, whole
+from experts_case import CLAMPED, assert_close, bound, cut, make, run, spec_of, truth, whole
 from test_hopper_gpu import BF16, PLAN, NoLibrary, check
 from test_ops_gpu import to_cuda
 
@@ -23,9 +23,6 @@ pytestmark = [
     ),
     pytest.mark.skipif(not driver.CUBIN.exists(), reason="needs the compiled kernels: make cubin"),
 ]
-CLAMPED = (
-    "mul(mul(sigmoid(mul(clamp_max(g, 7.0), 1.702)), clamp_max(g, 7.0)), add(clamp_max(clamp_min(u, -7.0), 7.0), 1.0))"
-)
 
 
 @pytest.fixture(autouse=True, params=[1, 2], ids=["alone", "pairs"])

@@ -1,11 +1,11 @@
 // Grouped matmuls for Hopper in bf16 with ping-pong tiles: the weight of a row's expert, and the weight gradients.
 //
-// A program is three warpgroups. Two multiply: each owns every second tile of 128 x 192 results, so that one may round,
-// activate and store its tile while the other keeps the tensor cores busy. The third feeds both through one ring of
-// stages of 64 in depth: warp 0 loads with the copy engine, warps 2 and 3 gather rows, warp 1 of the first program of a
+// A program is three warpgroups. Two multiply. In products of rows each owns every second tile of 128 x 192 results, so
+// that one may round, activate and store its tile while the other keeps the tensor cores busy; in weight gradients the two
+// have 192 columns each of one tile of 128 x 384, and read the same gathered rows. The third feeds both through one ring of
+// stages of 64 in depth: its warps gather rows, warp 0 also loads with the copy engine, warp 1 of the first program of a
 // cluster hands out tiles. The programs of a cluster work on neighbouring rows of the same tile of columns: each loads its
-// share of the other operand into all of them. Clusters take
-// the next tile when they are free.
+// share of the other operand into all of them. Clusters take the next tile when they are free.
 //
 // Grid: any number of clusters. No program waits for one that may not have started, other than those of its cluster.
 
