@@ -22,6 +22,9 @@ from .rowwise import largest_first
 
 #: Programs that share weights, 1 or 2: where rows are gathered, which each program copies at its own pace, or not.
 CLUSTER_GATHERED, CLUSTER_DENSE = 1, 2
+#: Rows an expert from which two warpgroups share a tile of a weight gradient; with fewer its results would take longer than
+#: its matmuls, and the two take turns.
+SHARED_ROWS = 768
 #: Rows and columns of a program's tile, columns that are loaded at a time, depth of a stage.
 ROWS, COLUMNS, PART, DEPTH = 128, 192, 96, 64
 
@@ -126,8 +129,9 @@ def wgrad(gathered: Tensor, gather: Gather, dense: Tensor, offsets: Tensor, *, t
         x=gathered.data_ptr(), stride=gathered.stride(0) // 8, index=gather.index.data_ptr(),
         divide=Divide.by(gather.slots), out=out.data_ptr(), rows=m, columns=n,
     )  # fmt: skip
-    name = f"wgrad{'_transposed' if transposed else ''}_{cluster}"
-    launch(name, args, _programs(dense.device, cluster), dense.device)
+    turns = gather.index.shape[0] < SHARED_ROWS * experts
+    name = f"wgrad{'_transposed' if transposed else ''}{'_turns' if turns else ''}"
+    launch(f"{name}_{cluster}", args, _programs(dense.device, cluster), dense.device)
     return out
 
 

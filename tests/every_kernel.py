@@ -52,8 +52,9 @@ def compiled() -> None:
 
     pingpong.launch = launch
     family = Fused("pingpong", "tiled")
-    for cluster in (1, 2):
+    for cluster, shared in itertools.product((1, 2), (0, 1 << 31)):
         pingpong.CLUSTER_GATHERED = pingpong.CLUSTER_DENSE = cluster
+        pingpong.SHARED_ROWS = shared
         for layout, biases, need in itertools.product(Layout, (False, True), (EVERY, EVERY - {Grad.W2})):
             for halves, activation in ((Halves.UP_GATE, "swiglu"), (Halves.INTERLEAVED, CLAMPED)):
                 run(family, torch.bfloat16, halves, layout, biases=biases, combine=Combine.WEIGHTED_SUM,

@@ -60,7 +60,7 @@ ROWS = (
     Rows("rows_gathered", gathered=True),
     Rows("rows_gathered_in_out", in_out=True, gathered=True),
 )
-WGRADS = ("wgrad", "wgrad_transposed")
+WGRADS = ("wgrad", "wgrad_transposed", "wgrad_turns", "wgrad_transposed_turns")
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +276,7 @@ WGRAD_SHAPES = (
     (128, 192, 1, 2),
     (136, 200, 4, 6),
     (320, 96, 4, 4),
+    (72, 456, 2, 4),
 )
 
 
@@ -411,8 +412,14 @@ def test_the_core_multiplies_rows(core, form: str, in_out: bool) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_core_makes_weight_gradients(core, transposed: bool) -> None:
+@pytest.mark.parametrize("shared_rows", [90, 100], ids=["shared", "turns"])
+def test_the_core_makes_weight_gradients(
+    core, transposed: bool, shared_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(2)
+    names, plain = [], core.launch
+    monkeypatch.setattr(core, "launch", lambda name, *args: (names.append(name), plain(name, *args)))
+    monkeypatch.setattr(core, "SHARED_ROWS", shared_rows)
     counts, m, n = (30, 0, 290, 64), 192, 256
     total = sum(counts)
     x, dense = eighths(total, m), eighths(total, n)
@@ -422,6 +429,7 @@ def test_the_core_makes_weight_gradients(core, transposed: bool) -> None:
     read = x[gather.index // 3].double().split(list(counts))
     want = torch.stack([a.T @ b for a, b in zip(read, dense.double().split(list(counts)), strict=True)]).bfloat16()
     assert steps_apart(got.mT if transposed else got, want) == 0
+    assert ["turns" in name for name in names] == [shared_rows > total / len(counts)]
 
 
 @pytest.mark.parametrize("weighted", [False, True])

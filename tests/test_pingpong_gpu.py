@@ -25,20 +25,22 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True, params=[1, 2], ids=["alone", "pairs"])
+@pytest.fixture(autouse=True, params=[(1, 0), (1, 1 << 31), (2, 0)], ids=["alone", "turns", "pairs"])
 def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names of the kernels that ran."""
+    """The names of the kernels that ran, less which programs and warpgroups share what."""
     from moe_inductor.kernels import pingpong
 
     names: set[str] = set()
     plain = driver.launch
 
     def launch(name, args, programs, device) -> None:
-        names.add(name.rpartition("_")[0])
+        names.add(name.rpartition("_")[0].removesuffix("_turns"))
         plain(name, args, programs, device)
 
-    monkeypatch.setattr(pingpong, "CLUSTER_GATHERED", request.param)
-    monkeypatch.setattr(pingpong, "CLUSTER_DENSE", request.param)
+    cluster, shared = request.param
+    monkeypatch.setattr(pingpong, "CLUSTER_GATHERED", cluster)
+    monkeypatch.setattr(pingpong, "CLUSTER_DENSE", cluster)
+    monkeypatch.setattr(pingpong, "SHARED_ROWS", shared)
     monkeypatch.setattr(pingpong, "launch", launch)
     monkeypatch.setattr(fused, "FEW_ROWS", 0)
     monkeypatch.setattr(fused, "library", NoLibrary())

@@ -20,9 +20,10 @@ static_assert(offsetof(WgradArgs, tiles) == 128 && offsetof(WgradArgs, x) == 160
 
 namespace {
 
-/// Where one warpgroup finds its columns of a stage that two share.
-template <class M>
+/// Where one warpgroup finds its columns of a stage that two share, or all of one that it has to itself, in turn.
+template <class M, int SIDES>
 struct Side : M {
+    static constexpr bool kTurns = SIDES == 1;
     uint32_t columns;
     __device__ uint32_t b(int s) const { return M::b(s) + columns; }
 };
@@ -30,12 +31,14 @@ struct Side : M {
 /// Onto d, the product of ``rows`` rows of depth, its first ``WIDE`` columns. Beside the last of them in their stage lie
 /// another expert's: both operands become zero there, since 0 * NaN is not.
 template <int WIDE, int CLUSTER, int STAGES, class M>
-__device__ __forceinline__ void multiply_rows(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int rows, int lane) {
+__device__ __forceinline__ void multiply_rows(float (&d)[2][96], const M& m, Ring<STAGES>& ring, int rows, int lane,
+                                              int group) {
     constexpr int kChunks = (kRows + kColumns) / 8, kChunksA = kRows / 8;
     const int whole = rows / kDepth, rest = rows % kDepth, blocks = (rest + 15) / 16;
     const int last = start<2, WIDE, CLUSTER, STAGES, 1, 1, true>(d, m, ring, whole, lane);
+    if (rest > 0) ptx::wait(m.full(ring.stage), ring.phase);
+    if constexpr (M::kTurns) end_turn(group);
     if (rest > 0) {
-        ptx::wait(m.full(ring.stage), ring.phase);
         const uint32_t a = m.a(ring.stage), b = m.b(ring.stage);
         for (int i = threadIdx.x % 128; i < (blocks * 16 - rest) * kChunks; i += 128) {
             const int row = rest + i / kChunks, c = i % kChunks;
@@ -59,16 +62,17 @@ __device__ __forceinline__ void multiply_rows(float (&d)[2][96], const M& m, Rin
     if (rest > 0) ring.next();
 }
 
-/// The sum over an expert's rows of a gathered row times a dense one.
-template <bool TRANSPOSED, int CLUSTER>
+/// The sum over an expert's rows of a gathered row times a dense one. ``SIDES`` = 2: the two warpgroups share a tile, and
+/// with it the gathered rows; 1: each has every second tile, and stores it while the other multiplies.
+template <bool TRANSPOSED, int SIDES, int CLUSTER>
 __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
-    constexpr int STAGES = 3, kWide = 2 * kColumns;
-    constexpr int kSide = 64;  // columns of a warpgroup that leave together, transposed
-    using Place = Memory<STAGES, TRANSPOSED ? 2 * kSide * kPitchT : 8 * 16 * kPitch, 2>;
+    constexpr int STAGES = SIDES == 2 ? 3 : 5, kWide = SIDES * kColumns;
+    constexpr int kSide = SIDES == 2 ? 64 : 48;  // columns of a warpgroup that leave together, transposed
+    using Place = Memory<STAGES, TRANSPOSED ? 2 * kSide * kPitchT : 8 * 16 * kPitch, SIDES>;
     static_assert(Place::kBytes <= 232448);
     extern __shared__ __align__(1024) uint8_t shared[];
     const Place m{ptx::address(shared)};
-    set_up<CLUSTER, STAGES, true, 2>(m);
+    set_up<CLUSTER, STAGES, true, SIDES>(m);
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
     const int lane = threadIdx.x % 32;
     const uint32_t rank = CLUSTER == 1 ? 0 : ptx::cluster_rank();
@@ -128,7 +132,7 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
                     for (int j = 0; j < 4; ++j) at[j] = ptx::kept(x + __shfl_sync(~0u, offset, 4 * half + j, 8));
                     wait_empty<CLUSTER>(own, stage, ring.phase, warp == 0);
                     if (warp == 0 && ptx::elect()) {
-                        ptx::arrive_expect(own.full(stage), 2 * kBytesB);
+                        ptx::arrive_expect(own.full(stage), SIDES * kBytesB);
                         load_columns<CLUSTER, 1, kWide>(&p.b, own.b(stage), own.full(stage), rank,
                                                         tile.row + done + half * kDepth, dense, 0);
                     }
@@ -146,19 +150,24 @@ __device__ __forceinline__ void wgrad_body(const WgradArgs& p) {
     } else {
         ptx::more_registers<kMultiplier>();
         const uint32_t place = m.results() + (TRANSPOSED ? group * kSide * kPitchT : (group * 4 + warp) * 16 * kPitch);
-        const Side<Place> side{m, static_cast<uint32_t>(group * kBytesB)};
+        const Side<Place, SIDES> side{m, static_cast<uint32_t>(SIDES == 2 ? group * kBytesB : 0)};
         for (int i = 0;; ++i) {
             const Tile tile = hear<true, CLUSTER>(m, i);
             if (tile.expert < 0) break;
-            const int row = first_row(tile), column = first_column(tile) + group * kColumns;
+            if (SIDES == 1 && (i & 1) != group) {
+                ring.skip((tile.rows + kDepth - 1) / kDepth);
+                continue;
+            }
+            const int row = first_row(tile), column = first_column(tile) + (SIDES == 2 ? group * kColumns : 0);
             float d[2][96];
             clear(d);
+            if constexpr (SIDES == 1) wait_turn(i, group);
             if (p.columns - column > 128) {
-                multiply_rows<kColumns, CLUSTER>(d, side, ring, tile.rows, lane);
+                multiply_rows<kColumns, CLUSTER>(d, side, ring, tile.rows, lane, group);
             } else if (p.columns - column > 64) {
-                multiply_rows<128, CLUSTER>(d, side, ring, tile.rows, lane);
+                multiply_rows<128, CLUSTER>(d, side, ring, tile.rows, lane, group);
             } else if (p.columns > column) {
-                multiply_rows<64, CLUSTER>(d, side, ring, tile.rows, lane);
+                multiply_rows<64, CLUSTER>(d, side, ring, tile.rows, lane, group);
             } else {
                 for (int done = 0; done < tile.rows; done += kDepth, ring.next()) {
                     ptx::wait(m.full(ring.stage), ring.phase);
