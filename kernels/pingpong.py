@@ -22,8 +22,8 @@ from .rowwise import largest_first
 
 #: Programs that share weights, 1 or 2: where rows are gathered, which each program copies at its own pace, or not.
 CLUSTER_GATHERED, CLUSTER_DENSE = 1, 2
-#: Rows an expert from which two warpgroups share a tile of a weight gradient; with fewer its results would take longer than
-#: its matmuls, and the two take turns.
+#: Rows an expert from which two warpgroups share a tile of a weight gradient; with fewer, results take longer than
+#: matmuls, and the two take turns. Not measured below 1024.
 SHARED_ROWS = 768
 #: Rows and columns of a program's tile, columns that are loaded at a time, depth of a stage.
 ROWS, COLUMNS, PART, DEPTH = 128, 192, 96, 64
