@@ -53,23 +53,27 @@ def takes(a: Tensor, w: Tensor) -> bool:
 
 
 def takes_up(x: Tensor, w: Tensor, bias: Tensor | None, activation: str, halves: Halves) -> bool:
-    """Whether there is a kernel for :func:`up`."""
-    return takes(x, w) and _form(w, bias, activation, halves) is not None
+    """Whether there is a kernel for :func:`up`. The activation's columns are stored 16 bytes at a time."""
+    even = w.shape[2] % 16 == 0 and (bias is None or bias.data_ptr() % 4 == 0)
+    return takes(x, w) and even and _form(w, bias, activation, halves) is not None
 
 
 def takes_wgrad(gathered: Tensor, dense: Tensor) -> bool:
     """Whether there is a kernel for the weight gradient of rows ``gathered`` [., M] and ``dense`` [., N]."""
     return ready(dense.device) and all(
         t.dtype is torch.bfloat16 and t.stride(0) % 8 == 0 and t.stride(1) == 1 and t.data_ptr() % 16 == 0
-        and t.shape[1] % 8 == 0 and _reached(t)
+        and t.shape[1] % 8 == 0 and t.shape[1] < 1 << 22 and _reached(t)
         for t in (gathered, dense)
     )  # fmt: skip
 
 
 def rows_mm(a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor]) -> Tensor:
     """[N, out] like ``a``: the rows of ``a`` [N, in] (of what ``gather`` reads from it) times their expert's ``w``
-    [E, in, out], plus ``bias`` [E, out]. Rows of no tile hold anything. ``tiles``: the list and its length."""
+    [E, in, out], plus ``bias`` [E, out], which goes with no ``gather``. Rows of no tile hold anything. ``tiles``: the
+    list and its length."""
     out = a.new_empty(a.shape[0] if gather is None else gather.index.shape[0], w.shape[2])
+    if bias is not None and bias.data_ptr() % 4 != 0:  # a view into a larger parameter; two columns are read at a time
+        bias = bias.clone()
     name = "rows" + ("" if gather is None else "_gathered") + ("" if bias is None else "_bias")
     _run(name + ("_in_out" if w.stride(2) == 1 else ""), a, gather, w, bias, tiles, RowsArgs(out=out.data_ptr()))
     return out

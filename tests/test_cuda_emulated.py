@@ -386,6 +386,11 @@ def test_the_core_takes_only_what_it_has_a_kernel_for(core) -> None:
         (Halves.SINGLE, "silu", None, w.mT, False),
     ):
         assert core.takes_up(x, inner, with_bias, activation, halves) is taken, (halves, activation)
+    narrow = eighths(4, 200, 128)  # 100 columns of gate: not 16 bytes at a time
+    assert core.takes(x, narrow.mT) and not core.takes_up(x, narrow.mT, None, "swiglu", Halves.GATE_UP)
+    assert not core.takes_up(x, narrow.mT.contiguous(), eighths(4, 200), CLAMPED, Halves.INTERLEAVED)
+    odd = eighths(4 * 192 + 1)[1:].view(4, 192)  # a view into a larger parameter
+    assert not core.takes_up(x, w.mT.contiguous(), odd, CLAMPED, Halves.INTERLEAVED)
     assert core.takes(x, w.mT) and core.takes(x, w.mT.contiguous())
     assert not core.takes(x[:, :96], w.mT[:, :96]), "depth"
     assert not core.takes(x.half(), w.mT.half()), "dtype"

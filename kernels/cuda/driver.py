@@ -148,7 +148,10 @@ def _library() -> ctypes.c_void_p:
     import lzma  # optional in a Python that one builds oneself
 
     library = ctypes.c_void_p()
-    image = lzma.decompress(CUBIN.read_bytes())
+    try:
+        image = lzma.decompress(CUBIN.read_bytes())
+    except lzma.LZMAError as error:
+        raise RuntimeError(f"{CUBIN.name}: {error}") from error
     _check(
         _driver().cuLibraryLoadData(ctypes.byref(library), image, None, None, 0, None, None, 0), f"loading {CUBIN.name}"
     )
