@@ -62,3 +62,11 @@ def test_the_makefile_compiles_with_the_same_options() -> None:
     if not makefile.exists():
         pytest.skip("the tests run away from the checkout, without its Makefile")
     assert "-std=c++17 -O3 -cubin -gencode=arch=compute_90a,code=sm_90a" in makefile.read_text()
+
+
+def test_a_damaged_file_is_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged = tmp_path / driver.CUBIN.name
+    damaged.write_bytes(driver.CUBIN.read_bytes()[:1000])
+    monkeypatch.setattr(driver, "CUBIN", damaged)
+    with pytest.raises(RuntimeError, match="grouped.cubin.xz: "):
+        driver._library.__wrapped__()

@@ -235,7 +235,7 @@ def check_wgrad(
     poisoned: int | None = None,
     lanes: Lanes = Lanes.TOGETHER,
 ) -> None:
-    """One launch against fp64; the rows of expert ``poisoned`` and those past the end are NaN."""
+    """One launch against fp64; the rows of expert ``poisoned``, those past the end and row 0 of x are NaN."""
     torch.manual_seed(seed)
     experts, total = len(counts), sum(counts)
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0).to(torch.int32)
@@ -247,6 +247,8 @@ def check_wgrad(
     owner = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts))
     if poisoned is not None:
         b[:total][owner == poisoned] = float("nan")
+        x[0] = float("nan")  # what is copied where no row counts, and one expert's at most
+        index[(index < per_row) & (owner != poisoned)] = per_row
     order = torch.randperm(experts).to(torch.int32)
     counters = torch.tensor([77, 0, 0], dtype=torch.int32)
     transposed = "transposed" in name
