@@ -33,6 +33,7 @@ class Tiles(ctypes.Structure):
         ("counters", ctypes.c_void_p),
         ("ends", ctypes.c_void_p),
         ("experts", ctypes.c_int),
+        ("group", ctypes.c_int),
     )
 
 
