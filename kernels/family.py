@@ -54,8 +54,8 @@ class Gather:
 
 class RowTiles(NamedTuple):
     """The rows of all experts in tiles of one expert each. ``entries``, int32 [N / tile + E, 3], of which the first
-    ``number[0]`` count: expert, first row and rows; those of an expert side by side, in order. ``number`` int32 [3], its
-    other two zero: counters for who hands out the tiles. ``offsets`` as in :class:`Rows`."""
+    ``number[0]`` count: expert, first row and rows; those of an expert side by side, in order. ``number`` int32 [3],
+    its other two zero: counters for who hands out the tiles. ``offsets`` as in :class:`Rows`."""
 
     entries: Tensor
     number: Tensor

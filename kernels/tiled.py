@@ -233,11 +233,11 @@ def _rows(
     _rows_kernel[(programs,)](
         a, a.stride(0), tiles.entries if gather is None else gather.index, w, w.stride(0), ldw,
         a if bias is None else bias, 0 if bias is None else bias.stride(0), out, out.stride(0),
-        out if h is None else h, 0 if h is None else h.stride(0), tiles.entries, tiles.number, bound, num_n, depth, columns,
-        GATHER=gather is not None, SLOTS=1 if gather is None else gather.slots, IN_OUT=in_out, BIASED=bias is not None,
-        FORM=form, SWAPPED=halves is Halves.UP_GATE, SAVE=h is not None, ACT=act, EVEN_K=depth % c.depth == 0,
-        EVEN_N=columns % block == 0, PRECISION=_precision(a.dtype), BM=height, BN=block, BK=c.depth, GROUP=GROUP,
-        num_warps=c.warps, num_stages=c.stages,
+        out if h is None else h, 0 if h is None else h.stride(0), tiles.entries, tiles.number, bound, num_n, depth,
+        columns, GATHER=gather is not None, SLOTS=1 if gather is None else gather.slots, IN_OUT=in_out,
+        BIASED=bias is not None, FORM=form, SWAPPED=halves is Halves.UP_GATE, SAVE=h is not None, ACT=act,
+        EVEN_K=depth % c.depth == 0, EVEN_N=columns % block == 0, PRECISION=_precision(a.dtype), BM=height, BN=block,
+        BK=c.depth, GROUP=GROUP, num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
 
 

@@ -109,9 +109,9 @@ def _rows(
     ahead = int(a.dtype is torch.bfloat16 and halves != Halves.INTERLEAVED.value and bias is None and not in_out)
     rows_kernel[(_programs(a.device),)](
         _desc(a, [BM, BK]), a, a.stride(0), index, b, o, out, g, u, out if h is None else h,
-        out if bias is None else bias, tiles.entries, tiles.number, w.shape[1], w.shape[2], GATHER=gather is not None, SLOTS=slots,
-        HALVES=halves, ACT=act, SAVE=h is not None, BIAS=bias is not None, IN_OUT=in_out, AHEAD=ahead, BM=BM, BN=BN,
-        BK=BK, OUT=block, STAGES=stages, BUFFERS=buffers, GROUP=GROUP, CONSUMER=CONSUMER_REGISTERS,
+        out if bias is None else bias, tiles.entries, tiles.number, w.shape[1], w.shape[2], GATHER=gather is not None,
+        SLOTS=slots, HALVES=halves, ACT=act, SAVE=h is not None, BIAS=bias is not None, IN_OUT=in_out, AHEAD=ahead,
+        BM=BM, BN=BN, BK=BK, OUT=block, STAGES=stages, BUFFERS=buffers, GROUP=GROUP, CONSUMER=CONSUMER_REGISTERS,
         PRODUCER=PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip
 
