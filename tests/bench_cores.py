@@ -1,10 +1,11 @@
 """The grouped matmuls of one layer, core against core and against one dense matmul of the same size, on a GPU.
 
-    python tests/bench_cores.py [--shapes 30B,235B] [--cores wgmma,pingpong] [--set pingpong.CLUSTER_DENSE=1]
+    python tests/bench_cores.py [--shapes 30B,235B] [--products dX] [pingpong pingpong:GROUP=8,CLUSTER_DENSE=1]
 
 Training form, bf16, 16384 tokens, uniform routing. For each: ms of a run from idle (the median of five), ms, TF/s, SM
 clock and power of runs back to back, where the card settles at its limit of power, and the largest difference from the
-first core's result over that result's largest value. ``--set`` gives a constant of a core another value.
+first core's result over that result's largest value. After a colon a core's constants have other values; ``cubin`` is
+the file that ``pingpong`` loads.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from moe_inductor.kernels import rowwise
+from moe_inductor.kernels.cuda import driver
 from moe_inductor.kernels.family import Gather, Rows
 from moe_inductor.spec import Halves
 
@@ -114,19 +118,33 @@ def report(name: str, flops: float, fn: Callable[[], object], seconds: float, di
           f"{power:4.0f} W {differs}", flush=True)  # fmt: skip
 
 
+#: The values of constants that :func:`configured` has changed.
+usual: dict[tuple[ModuleType, str], object] = {}
+
+
+def configured(label: str) -> ModuleType:
+    """The core that ``label`` names, with its constants for the launches up to the next call."""
+    for (module, name), value in usual.items():
+        setattr(module, name, value)
+    core_name, _, changes = label.partition(":")
+    core = importlib.import_module(f"moe_inductor.kernels.{core_name}")
+    for change in filter(None, changes.split(",")):
+        name, value = change.split("=")
+        module, new = (driver, Path(value)) if name == "cubin" else (core, int(value))
+        usual.setdefault((module, name.upper()), getattr(module, name.upper()))
+        setattr(module, name.upper(), new)
+    for cached in (driver._library, driver._kernel, driver.ready):
+        cached.cache_clear()
+    return core
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="30B")
-    parser.add_argument("--cores", default="wgmma,pingpong")
+    parser.add_argument("cores", nargs="*", default=["wgmma", "pingpong"], metavar="CORE[:NAME=VALUE,...]")
     parser.add_argument("--products", default="up,down,dA,dX,dW1,dW2")
-    parser.add_argument("--set", action="append", default=[], metavar="CORE.NAME=INT")
     parser.add_argument("--seconds", type=float, default=0.5)
     args = parser.parse_args()
-    cores = {name: importlib.import_module(f"moe_inductor.kernels.{name}") for name in args.cores.split(",")}
-    for change in args.set:
-        place, value = change.split("=")
-        core, name = place.split(".")
-        setattr(cores[core], name, int(value))
     torch.manual_seed(0)
     for shape in args.shapes.split(","):
         for name, (m, n, k), fn in products(shape):
@@ -136,8 +154,9 @@ def main() -> None:
             report(f"{shape} {name} dense", 2 * m * n * k, lambda a=left, b=right: a @ b, args.seconds)
             del left, right
             reference: Tensor | None = None
-            for label, core in cores.items():
+            for label in args.cores:
                 try:
+                    core = configured(label)
                     got = fn(core).float()
                     torch.cuda.synchronize()
                 except Exception as error:  # the other cores still count
