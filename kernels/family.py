@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -50,16 +50,6 @@ class Gather:
 
     index: Tensor
     slots: int
-
-
-class RowTiles(NamedTuple):
-    """The rows of all experts in tiles of one expert each. ``entries``, int32 [N / tile + E, 3], of which the first
-    ``number[0]`` count: expert, first row and rows; those of an expert side by side, in order. ``number`` int32 [3],
-    its other two zero: counters for who hands out the tiles. ``offsets`` as in :class:`Rows`."""
-
-    entries: Tensor
-    number: Tensor
-    offsets: Tensor
 
 
 class Family(Protocol):

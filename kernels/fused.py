@@ -24,7 +24,7 @@ from torch import Tensor
 from moe_inductor.spec import Combine, ExpertsSpec, Grad, Layout
 
 from . import library
-from .family import Gather, Need, Rows, RowTiles, in_out
+from .family import Gather, Need, Rows, in_out
 
 #: Rows of an expert, in the mean, up to which the last core is the fastest: it streams weights in tiles of 16 to 64
 #: rows. H200, 16 rows: 344 against 359 us for 128 experts of 3 x 2048 x 768, 32 rows: 421 against 457 for 32 of
@@ -32,7 +32,7 @@ from .family import Gather, Need, Rows, RowTiles, in_out
 FEW_ROWS = 32
 
 #: Row tiles by their height.
-Lists: TypeAlias = dict[int, RowTiles]
+Lists: TypeAlias = dict[int, tuple[Tensor, Tensor]]
 
 
 class Fused:
@@ -204,7 +204,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _tiles(
     core: ModuleType, rows: Rows, a: Tensor, lists: Lists | None = None, *, gathered: bool = False
-) -> RowTiles:
+) -> tuple[Tensor, Tensor]:
     """The row tiles for a product of rows like ``a``, and a place for them in ``lists``."""
     tile = core.tile_rows(rows.order.numel(), rows.offsets.numel(), a.dtype, gathered=gathered)
     lists = {} if lists is None else lists

@@ -17,7 +17,7 @@ from moe_inductor.activation import Call, Expr, parse
 from moe_inductor.spec import Halves
 
 from .cuda.driver import Divide, RowsArgs, Tiles, WgradArgs, launch, ready, tensor_map
-from .family import Gather, RowTiles
+from .family import Gather
 from .rowwise import largest_first
 
 #: Programs that share weights, 1 or 2: where rows are gathered, which each program copies at its own pace, or not.
@@ -25,9 +25,6 @@ CLUSTER_GATHERED, CLUSTER_DENSE = 1, 2
 #: Rows an expert from which two warpgroups share a tile of a weight gradient; with fewer, results take longer than
 #: matmuls, and the two take turns. Not measured below 1024.
 SHARED_ROWS = 768
-#: Blocks of 128 rows of an expert that take turns with one tile of columns, at most: 16 of them and 132 programs read
-#: the fewest bytes together.
-GROUP = 16
 #: Rows and columns of a program's tile, columns that are loaded at a time, depth of a stage.
 ROWS, COLUMNS, PART, DEPTH = 128, 192, 96, 64
 
@@ -70,7 +67,7 @@ def takes_wgrad(gathered: Tensor, dense: Tensor) -> bool:
     )  # fmt: skip
 
 
-def rows_mm(a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, tiles: RowTiles) -> Tensor:
+def rows_mm(a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor]) -> Tensor:
     """[N, out] like ``a``: the rows of ``a`` [N, in] (of what ``gather`` reads from it) times their expert's ``w``
     [E, in, out], plus ``bias`` [E, out], which goes with no ``gather``. Rows of no tile hold anything. ``tiles``: the
     list and its length."""
@@ -84,7 +81,7 @@ def rows_mm(a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, ti
 
 def up(
     x: Tensor, gather: Gather, w: Tensor, bias: Tensor | None, activation: str, halves: Halves,
-    tiles: RowTiles, *, save: bool,
+    tiles: tuple[Tensor, Tensor], *, save: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(a [N, I], h [N, W] or None) like ``x``: h = rows of x times ``w`` [E, in, W] plus ``bias`` [E, W], and a the
     activation of the rounded h. For what :func:`takes_up` takes."""
@@ -107,7 +104,7 @@ def takes_pull(dy: Tensor, w: Tensor, h: Tensor, activation: str, halves: Halves
 
 def pull_mm(
     dy: Tensor, gather: Gather, w: Tensor, h: Tensor, scale: Tensor | None, halves: Halves,
-    tiles: RowTiles,
+    tiles: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dh [N, 2I], s * a [N, I], float32 [N, C]) of the activation of ``h`` [N, 2I], where da, the gradient of a before
     the routing weight, is the rows of ``dy`` that ``gather`` reads times their expert's ``w`` [E, in, I], rounded. The
@@ -132,7 +129,7 @@ def wgrad(gathered: Tensor, gather: Gather, dense: Tensor, offsets: Tensor, *, t
     cluster = _cluster(True)
     args = WgradArgs(
         b=tensor_map(dense, DEPTH // cluster, 64),
-        tiles=Tiles(ranked.data_ptr(), counters.data_ptr(), offsets.data_ptr(), experts, 0),
+        tiles=Tiles(ranked.data_ptr(), counters.data_ptr(), offsets.data_ptr(), experts),
         x=gathered.data_ptr(), stride=gathered.stride(0) // 8, index=gather.index.data_ptr(),
         divide=Divide.by(gather.slots), out=out.data_ptr(), rows=m, columns=n,
     )  # fmt: skip
@@ -174,7 +171,7 @@ def _factors(expr: Expr) -> list[str]:
 
 
 def _run(
-    name: str, a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, tiles: RowTiles,
+    name: str, a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor],
     args: RowsArgs,
 ) -> None:  # fmt: skip
     cluster = _cluster(gather is not None)
@@ -189,9 +186,7 @@ def _run(
         args.index, args.divide = gather.index.data_ptr(), Divide.by(gather.slots)
     if bias is not None:
         args.bias = bias.data_ptr()
-    args.tiles = Tiles(
-        tiles.entries.data_ptr(), tiles.number.data_ptr(), tiles.offsets.data_ptr(), w.shape[0], GROUP // cluster
-    )
+    args.tiles = Tiles(tiles[0].data_ptr(), tiles[1].data_ptr(), None, w.shape[0])
     args.depth, args.columns = w.shape[1], w.shape[2]
     launch(f"{name}_{cluster}", args, _programs(a.device, cluster), a.device)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_inductor.spec import Combine, ExpertsSpec
 
-from .family import Gather, Rows, RowTiles
+from .family import Gather, Rows
 from .generated import triton_activation
 
 #: Slots a program ranks among themselves.
@@ -169,8 +169,9 @@ def _tiles_kernel(
         tl.store(num + 2, 0)
 
 
-def row_tiles(rows: Rows, tile: int = 128) -> RowTiles:
-    """Tiles of at most ``tile`` rows of one expert, largest experts first."""
+def row_tiles(rows: Rows, tile: int = 128) -> tuple[Tensor, Tensor]:
+    """(tiles int32 [bound, 3], their number and two zeros int32 [3]): expert, first row and rows of each tile of at
+    most ``tile`` rows of one expert, largest experts first. ``bound`` is N / tile + E, whatever the routing."""
     n, experts = rows.order.numel(), rows.offsets.numel()
     bound = n // tile + min(n, experts)
     tiles, num = rows.offsets.new_empty(bound, 3), rows.offsets.new_empty(3)
@@ -179,7 +180,7 @@ def row_tiles(rows: Rows, tile: int = 128) -> RowTiles:
     _tiles_kernel[(max(triton.cdiv(bound, block), 1),)](
         rows.offsets, tiles, num, experts, BINS=bins, TILE=tile, BLOCK=block, CHUNK=16
     )
-    return RowTiles(tiles, num, rows.offsets)
+    return tiles, num
 
 
 @triton.jit

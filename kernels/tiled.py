@@ -23,7 +23,7 @@ from torch import Tensor
 from moe_inductor.spec import Halves
 
 from . import tuning
-from .family import Gather, RowTiles
+from .family import Gather
 from .generated import triton_activation
 
 #: Row tiles that take turns with one column tile of weights.
@@ -176,7 +176,7 @@ def tile_rows(n: int, experts: int, dtype: torch.dtype, *, gathered: bool = Fals
 
 
 def rows_mm(
-    a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, tiles: RowTiles
+    a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor]
 ) -> Tensor:  # fmt: skip
     """[N, out] in a's dtype: the rows of ``a`` [N, in] (of what ``gather`` reads from it) times their expert's ``w``
     [E, in, out], plus ``bias`` [E, out]. Rows of no tile hold anything. ``tiles``: the list, in :func:`tile_rows` rows,
@@ -189,7 +189,7 @@ def rows_mm(
 
 def up(
     x: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, activation: str, halves: Halves,
-    tiles: RowTiles, *, save: bool,
+    tiles: tuple[Tensor, Tensor], *, save: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(a [N, I], h [N, W] or None): h as :func:`rows_mm` in the parameter's own order of columns, a = ``activation`` of
     the rounded h. Raises ValueError for an activation that reads constants of the call."""
@@ -205,12 +205,12 @@ _FORMS = {Halves.GATE_UP: "pair", Halves.UP_GATE: "pair", Halves.INTERLEAVED: "m
 
 
 def _rows(
-    a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, tiles: RowTiles, out: Tensor,
+    a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor], out: Tensor,
     h: Tensor | None = None, act=None, halves: Halves | None = None,
 ) -> None:  # fmt: skip
     n, (experts, depth, width) = out.shape[0], w.shape
     height = tile_rows(n, experts, a.dtype)
-    bound = tiles.entries.shape[0]
+    bound = tiles[0].shape[0]
     if bound != n // height + min(n, experts):
         raise ValueError(f"{bound} tiles given: {n} rows of {experts} experts are cut into tiles of {height} rows")
     form = "plain" if halves is None else _FORMS[halves]
@@ -231,13 +231,13 @@ def _rows(
     if c.persistent:
         programs = min(programs, c.persistent * _multiprocessors(a.device))
     _rows_kernel[(programs,)](
-        a, a.stride(0), tiles.entries if gather is None else gather.index, w, w.stride(0), ldw,
+        a, a.stride(0), tiles[0] if gather is None else gather.index, w, w.stride(0), ldw,
         a if bias is None else bias, 0 if bias is None else bias.stride(0), out, out.stride(0),
-        out if h is None else h, 0 if h is None else h.stride(0), tiles.entries, tiles.number, bound, num_n, depth,
-        columns, GATHER=gather is not None, SLOTS=1 if gather is None else gather.slots, IN_OUT=in_out,
-        BIASED=bias is not None, FORM=form, SWAPPED=halves is Halves.UP_GATE, SAVE=h is not None, ACT=act,
-        EVEN_K=depth % c.depth == 0, EVEN_N=columns % block == 0, PRECISION=_precision(a.dtype), BM=height, BN=block,
-        BK=c.depth, GROUP=GROUP, num_warps=c.warps, num_stages=c.stages,
+        out if h is None else h, 0 if h is None else h.stride(0), *tiles, bound, num_n, depth, columns,
+        GATHER=gather is not None, SLOTS=1 if gather is None else gather.slots, IN_OUT=in_out, BIASED=bias is not None,
+        FORM=form, SWAPPED=halves is Halves.UP_GATE, SAVE=h is not None, ACT=act, EVEN_K=depth % c.depth == 0,
+        EVEN_N=columns % block == 0, PRECISION=_precision(a.dtype), BM=height, BN=block, BK=c.depth, GROUP=GROUP,
+        num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
 
 

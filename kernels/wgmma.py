@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_inductor.spec import Halves
 
-from .family import Gather, RowTiles
+from .family import Gather
 from .generated import gluon_activation
 from .rowwise import largest_first
 from .wgmma_rows import rows_kernel
@@ -67,7 +67,7 @@ def takes_wgrad(gathered: Tensor, dense: Tensor) -> bool:
     return sound and even and gathered.dtype in _GLUON and 0 < gathered.shape[0] < 1 << 31 and dense.shape[0] > 0
 
 
-def rows_mm(a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, tiles: RowTiles) -> Tensor:
+def rows_mm(a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor]) -> Tensor:
     """[N, out] like ``a``: the rows of ``a`` [N, in] (of what ``gather`` reads from it) times their expert's ``w``
     [E, in, out], plus ``bias`` [E, out]. Rows of no tile hold anything. ``tiles``: the list and its length."""
     out = a.new_empty(a.shape[0] if gather is None else gather.index.shape[0], w.shape[2])
@@ -78,7 +78,7 @@ def rows_mm(a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, ti
 
 def up(
     x: Tensor, gather: Gather, w: Tensor, bias: Tensor | None, activation: str, halves: Halves,
-    tiles: RowTiles, *, save: bool,
+    tiles: tuple[Tensor, Tensor], *, save: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(a [N, I], h [N, W] or None) like ``x``: h = rows of x times ``w`` [E, in, W] plus ``bias`` [E, W], and a the
     activation of the rounded h."""
@@ -98,20 +98,20 @@ def up(
 
 def _rows(
     a: Tensor, gather: Gather | None, w: Tensor, bias: Tensor | None, out: Tensor, o: TensorDescriptor,
-    h: Tensor | None, g: TensorDescriptor, u: TensorDescriptor, tiles: RowTiles, *, halves: str, act: Any,
+    h: Tensor | None, g: TensorDescriptor, u: TensorDescriptor, tiles: tuple[Tensor, Tensor], *, halves: str, act: Any,
 ) -> None:  # fmt: skip
     in_out = w.stride(2) == 1
     width = BN // 2 if halves in (Halves.GATE_UP.value, Halves.UP_GATE.value) else BN
     b = _desc(w.flatten(0, 1), [BK, width]) if in_out else _desc(w.transpose(1, 2).flatten(0, 1), [width, BK])
-    index, slots = (tiles.entries, 1) if gather is None else (gather.index, gather.slots)
+    index, slots = (tiles[0], 1) if gather is None else (gather.index, gather.slots)
     stages, buffers, block = (DENSE_STAGES, 1, BN) if gather is None else (STAGES, 2, OUT)
     # A second product in flight takes registers that these forms lack: ptxas would serialise all of them.
     ahead = int(a.dtype is torch.bfloat16 and halves != Halves.INTERLEAVED.value and bias is None and not in_out)
     rows_kernel[(_programs(a.device),)](
         _desc(a, [BM, BK]), a, a.stride(0), index, b, o, out, g, u, out if h is None else h,
-        out if bias is None else bias, tiles.entries, tiles.number, w.shape[1], w.shape[2], GATHER=gather is not None,
-        SLOTS=slots, HALVES=halves, ACT=act, SAVE=h is not None, BIAS=bias is not None, IN_OUT=in_out, AHEAD=ahead,
-        BM=BM, BN=BN, BK=BK, OUT=block, STAGES=stages, BUFFERS=buffers, GROUP=GROUP, CONSUMER=CONSUMER_REGISTERS,
+        out if bias is None else bias, *tiles, w.shape[1], w.shape[2], GATHER=gather is not None, SLOTS=slots,
+        HALVES=halves, ACT=act, SAVE=h is not None, BIAS=bias is not None, IN_OUT=in_out, AHEAD=ahead, BM=BM, BN=BN,
+        BK=BK, OUT=block, STAGES=stages, BUFFERS=buffers, GROUP=GROUP, CONSUMER=CONSUMER_REGISTERS,
         PRODUCER=PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ def test_the_order_is_that_of_a_stable_sort(
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), SHAPES)
 def test_tiles_cover_each_row_once_largest_experts_first(tokens: int, top_k: int, experts: int, tile: int) -> None:
     rows = rows_of(choices(tokens, top_k, experts), experts)
-    tiles, number, _offsets = rowwise.row_tiles(rows, tile)
+    tiles, number = rowwise.row_tiles(rows, tile)
     ends = rows.offsets.tolist()
     starts = [0, *ends[:-1]]
     ranked = sorted(range(experts), key=lambda e: starts[e] - ends[e])

@@ -24,7 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from moe_inductor.kernels import rowwise, tiled, tuning
-from moe_inductor.kernels.family import Gather, Rows, RowTiles
+from moe_inductor.kernels.family import Gather, Rows
 from moe_inductor.spec import Combine, ExpertsSpec, Halves, Layout
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -126,9 +126,8 @@ def weight(layout: Layout, depth: int, columns: int, dtype: torch.dtype) -> Tens
     return meta(EXPERTS, columns, depth, dtype=dtype).transpose(1, 2)
 
 
-def tiles(n: int, height: int) -> RowTiles:
-    bound = n // height + min(n, EXPERTS)
-    return RowTiles(*(meta(*size, dtype=torch.int32) for size in ((bound, 3), (3,), (EXPERTS,))))
+def tiles(n: int, height: int) -> tuple[Tensor, Tensor]:
+    return meta(n // height + min(n, EXPERTS), 3, dtype=torch.int32), meta(1, dtype=torch.int32)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ bf16. An activation, computed from such values, may round the other way: one ste
 
 from __future__ import annotations
 
-import itertools
 import platform
 import random
 import shutil
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 from moe_inductor.kernels.cuda.driver import Divide, RowsArgs, Tiles, WgradArgs
-from moe_inductor.kernels.family import Gather, RowTiles
+from moe_inductor.kernels.family import Gather
 from moe_inductor.spec import Halves
 from tests.emulate.host import (
     PART,
@@ -91,14 +90,14 @@ def steps_apart(got: torch.Tensor, want: torch.Tensor) -> int:
     return int((ordered(got) - ordered(want)).abs().max()) if got.numel() else 0
 
 
-def row_tiles(counts: Sequence[int], tall: int, seed: int) -> RowTiles:
-    """The experts in any order."""
-    ends = list(itertools.accumulate(counts))
-    order = random.Random(seed).sample(range(len(counts)), len(counts))
-    tiles = [(e, row, min(tall, ends[e] - row)) for e in order for row in range(ends[e] - counts[e], ends[e], tall)]
-    numbers = torch.tensor([len(tiles), 0, 0], dtype=torch.int32)
-    entries = torch.tensor(tiles, dtype=torch.int32).view(-1, 3)
-    return RowTiles(entries, numbers, torch.tensor(ends, dtype=torch.int32))
+def row_tiles(counts: Sequence[int], tall: int, seed: int) -> torch.Tensor:
+    """[M, 3]: expert, first row, rows; in any order."""
+    tiles, first = [], 0
+    for expert, count in enumerate(counts):
+        tiles += [(expert, first + at, min(tall, count - at)) for at in range(0, count, tall)]
+        first += count
+    random.Random(seed).shuffle(tiles)
+    return torch.tensor(tiles, dtype=torch.int32).view(-1, 3)
 
 
 def activated(kind: str, h: torch.Tensor) -> torch.Tensor:
@@ -125,7 +124,6 @@ def check_rows(
     lanes: Lanes = Lanes.TOGETHER,
     saved: bool = True,
     swapped: bool = False,
-    group: int = 16,
 ) -> None:
     """One launch against fp64, in every element; what it may not write stays as it was."""
     torch.manual_seed(seed)
@@ -143,11 +141,12 @@ def check_rows(
         x[:total] = eighths(total, depth)
         index, rows = torch.zeros(1, dtype=torch.int64), x[:total]
     tiles = row_tiles(counts, TALL * cluster, seed)
+    counters = torch.tensor([len(tiles), 0, 0], dtype=torch.int32)
     out = Guarded((total + SPARE, columns // 2 if kernel.gated else columns))
     h = Guarded((total + SPARE, columns))
     args = RowsArgs(
         b=tensor_map(stored.flatten(0, 1), 64 // cluster if kernel.in_out else PART),
-        tiles=Tiles(*(t.data_ptr() for t in tiles), experts, group),
+        tiles=Tiles(tiles.data_ptr(), counters.data_ptr(), None, experts),
         divide=Divide.by(per_row),
         out=out.value.data_ptr(),
         h=h.value.data_ptr() if kernel.gated and saved else 0,
@@ -165,7 +164,7 @@ def check_rows(
         args.a = tensor_map(x, TALL)
     error = machine.run(name, args, grid=grid, seed=seed, lanes=lanes)
     assert error == ""
-    assert tiles.number.tolist() == [len(tiles.entries), 0, 0]
+    assert counters.tolist() == [len(tiles), 0, 0]
 
     owner = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts))
     sums = torch.empty(total, columns, dtype=torch.float64)
@@ -212,7 +211,6 @@ def test_rows_of_every_expert(machine: Machine, kernel: Rows, cluster: int, shap
             lanes=Lanes(seed),
             saved=seed != 1,
             swapped=kernel.gated == "halves" and seed == 0,
-            group=1 + 3 * seed,
         )
 
 
@@ -257,7 +255,7 @@ def check_wgrad(
     out = Guarded((experts, columns, rows) if transposed else (experts, rows, columns))
     args = WgradArgs(
         b=tensor_map(b, 64 // cluster_of(name)),
-        tiles=Tiles(order.data_ptr(), counters.data_ptr(), ends.data_ptr(), experts, 0),
+        tiles=Tiles(order.data_ptr(), counters.data_ptr(), ends.data_ptr(), experts),
         x=x.data_ptr(),
         stride=x.stride(0) // 8,
         index=index.data_ptr(),
@@ -361,7 +359,8 @@ def test_the_core_multiplies_and_activates(core, form: str) -> None:
     inner = w.mT.contiguous() if form == "clamped" else w.mT
     order = torch.randperm(2 * total)[:total]
     tall = core.tile_rows(total, experts, x.dtype)
-    tiles = row_tiles(counts, tall, 0)
+    listed = row_tiles(counts, tall, 0)
+    tiles = listed, torch.tensor([len(listed), 0, 0], dtype=torch.int32)
     assert core.takes_up(x, inner, bias, activation, halves)
     a, h = core.up(x, Gather(order, 2), inner, bias, activation, halves, tiles, save=True)
     owner = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts))
@@ -410,7 +409,8 @@ def test_the_core_multiplies_rows(core, form: str, in_out: bool) -> None:
     x, w = eighths(total, depth), eighths(experts, columns, depth)
     bias = eighths(experts, columns) if form == "biased" else None
     gather = Gather(torch.randperm(3 * total)[:total], 3) if form == "gathered" else None
-    tiles = row_tiles(counts, core.tile_rows(total, experts, x.dtype), 1)
+    listed = row_tiles(counts, core.tile_rows(total, experts, x.dtype), 1)
+    tiles = listed, torch.tensor([len(listed), 0, 0], dtype=torch.int32)
     got = core.rows_mm(x, gather, w.mT.contiguous() if in_out else w.mT, bias, tiles)
     owner = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts))
     read = x if gather is None else x[gather.index // 3]
@@ -450,7 +450,8 @@ def test_the_core_pulls_gradients_through_the_activation(
     dy, w, h = eighths(total, depth), eighths(experts, inter, depth), eighths(total, 2 * inter)
     order = torch.randperm(2 * total)[:total]
     scale = torch.rand(2 * total) if weighted else None
-    tiles = row_tiles(counts, core.tile_rows(total, experts, dy.dtype), 3)
+    listed = row_tiles(counts, core.tile_rows(total, experts, dy.dtype), 3)
+    tiles = listed, torch.tensor([len(listed), 0, 0], dtype=torch.int32)
     halves = Halves.UP_GATE if swapped else Halves.GATE_UP
     inner = w.mT.contiguous() if in_out else w.mT
     assert core.takes_pull(dy, inner, h, "swiglu", halves) and not core.takes_pull(dy, inner, h, "geglu", halves)

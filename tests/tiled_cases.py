@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_inductor.kernels import tiled, tuning
-from moe_inductor.kernels.family import Gather, RowTiles
+from moe_inductor.kernels.family import Gather
 from moe_inductor.spec import Halves, Layout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,7 +44,7 @@ def weight(layout: Layout, experts: int, depth: int, columns: int, dtype: torch.
     return randn(experts, columns, depth, dtype=dtype).transpose(1, 2)
 
 
-def tiles_of(offsets: Tensor, n: int, dtype: torch.dtype) -> RowTiles:
+def tiles_of(offsets: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The list of row tiles, last first: a tile that wrote into the next one's rows would show. What lies past its end
     points at memory that is not there."""
     height, experts = tiled.tile_rows(n, len(offsets), dtype), len(offsets)
@@ -54,8 +54,9 @@ def tiles_of(offsets: Tensor, n: int, dtype: torch.dtype) -> RowTiles:
         start = end
     bound = n // height + min(n, experts)
     padded = found[::-1] + [[1 << 30, 1 << 30, height]] * (bound - len(found))
-    entries = torch.tensor(padded, dtype=torch.int32).view(-1, 3).to(DEVICE)
-    return RowTiles(entries, torch.tensor([len(found)], dtype=torch.int32, device=DEVICE), offsets)
+    return torch.tensor(padded, dtype=torch.int32).view(-1, 3).to(DEVICE), torch.tensor(
+        [len(found)], dtype=torch.int32, device=DEVICE
+    )
 
 
 def ranges(offsets: Tensor) -> list[tuple[int, int]]:
@@ -145,10 +146,9 @@ def test_nothing_to_do(dtype: torch.dtype) -> None:
 
 def test_tiles_of_another_height_are_refused() -> None:
     offsets, w = ends(600), weight(Layout.OUT_IN, 1, 16, 8, torch.float16)
-    tiles = tiles_of(offsets, 600, torch.float16)
+    tiles, number = tiles_of(offsets, 600, torch.float16)
     with pytest.raises(ValueError, match="tiles of 128 rows"):
-        more = tiles._replace(entries=tiles.entries.repeat(2, 1))
-        tiled.rows_mm(randn(600, 16, dtype=torch.float16), None, w, None, more)
+        tiled.rows_mm(randn(600, 16, dtype=torch.float16), None, w, None, (tiles.repeat(2, 1), number))
 
 
 @dtypes

@@ -33,7 +33,6 @@ class Tiles(ctypes.Structure):
         ("counters", ctypes.c_void_p),
         ("ends", ctypes.c_void_p),
         ("experts", ctypes.c_int),
-        ("group", ctypes.c_int),
     )
 
 

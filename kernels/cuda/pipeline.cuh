@@ -10,11 +10,10 @@
 #include "ptx.cuh"
 
 struct Tiles {
-    const int* list;  // rows: [., 3] expert, first row, rows, those of an expert side by side. Weight gradients: experts in order
+    const int* list;  // rows: [., 3] expert, first row, rows. Weight gradients: experts in order
     int* counters;    // [3]: rows only: row tiles; handed out; clusters gone
-    const int* ends;  // [E], the last row + 1 of each expert
+    const int* ends;  // weight gradients: [E], the last row + 1 of each expert
     int experts;
-    int group;        // rows: row tiles of an expert that take turns with one tile of columns, at most
 };
 
 /// Division of numbers below 2**31 by one that the host knows, ``driver.divide``.
@@ -30,6 +29,7 @@ namespace {
 constexpr int kRows = 128, kColumns = 192, kDepth = 64;
 constexpr int kPart = kColumns / 2;              // columns that leave together, and those of gate or of up in a tile
 constexpr int kSlots = 4;                        // tiles handed out ahead
+constexpr int kGroup = 8;                        // row tiles that take turns with one tile of columns
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
 constexpr int kEarly = 6;                        // of eight copies of a lane, whose addresses are ready before the stage is
 constexpr int kThreads = 384, kGatherers = 128;

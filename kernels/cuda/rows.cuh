@@ -140,15 +140,12 @@ __device__ __forceinline__ void rows_body(const RowsArgs& p) {
         Dealer<CLUSTER, decltype(m)> dealer(m, p.tiles.counters, row_tiles * columns);
         const auto deal = [&] {
             return dealer.deal([&](int t) {
-                constexpr int kTall = kRows * CLUSTER;
-                const int* at = p.tiles.list + 3 * (t / columns);
-                const int expert = at[0], start = expert > 0 ? p.tiles.ends[expert - 1] : 0;
-                const int all = (p.tiles.ends[expert] - start + kTall - 1) / kTall, one = (at[1] - start) / kTall;
-                const int groups = (all + p.tiles.group - 1) / p.tiles.group, size = (all + groups - 1) / groups;
-                const int before = one % size, mine = all - one + before < size ? all - one + before : size;
-                const int r = t - (t / columns - before) * columns;
-                at += 3 * (r % mine - before);
-                return make_int4(expert, at[1], at[2], r / mine);
+                constexpr int kTall = kGroup / CLUSTER;
+                const int first = t / (kTall * columns) * kTall;
+                const int size = row_tiles - first < kTall ? row_tiles - first : kTall;
+                const int r = t - first * columns, row = first + r % size;
+                const int* at = p.tiles.list + 3 * row;
+                return make_int4(at[0], at[1], at[2], r / size);
             });
         };
         bool more = deals && deal() && deal();
