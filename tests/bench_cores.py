@@ -1,6 +1,6 @@
 """The grouped matmuls of one layer, core against core and against one dense matmul of the same size, on a GPU.
 
-    python tests/bench_cores.py [--shapes 30B,235B] [--products dX] [pingpong pingpong:GROUP=8,CLUSTER_DENSE=1]
+    python tests/bench_cores.py [--shapes 30B,235B] [--products dX] [pingpong pingpong:CLUSTER_DENSE=1]
 
 Training form, bf16, 16384 tokens, uniform routing. For each: ms of a run from idle (the median of five), ms, TF/s, SM
 clock and power of runs back to back, where the card settles at its limit of power, and the largest difference from the
@@ -11,6 +11,7 @@ the file that ``pingpong`` loads.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import statistics
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -118,24 +120,18 @@ def report(name: str, flops: float, fn: Callable[[], object], seconds: float, di
           f"{power:4.0f} W {differs}", flush=True)  # fmt: skip
 
 
-#: The values of constants that :func:`configured` has changed.
-usual: dict[tuple[ModuleType, str], object] = {}
-
-
-def configured(label: str) -> ModuleType:
-    """The core that ``label`` names, with its constants for the launches up to the next call."""
-    for (module, name), value in usual.items():
-        setattr(module, name, value)
+@contextlib.contextmanager
+def configured(label: str) -> Iterator[ModuleType]:
+    """The core that ``label`` names, with its constants. AttributeError for one that it does not have."""
     core_name, _, changes = label.partition(":")
     core = importlib.import_module(f"moe_inductor.kernels.{core_name}")
-    for change in filter(None, changes.split(",")):
-        name, value = change.split("=")
-        module, new = (driver, Path(value)) if name == "cubin" else (core, int(value))
-        usual.setdefault((module, name.upper()), getattr(module, name.upper()))
-        setattr(module, name.upper(), new)
-    for cached in (driver._library, driver._kernel, driver.ready):
-        cached.cache_clear()
-    return core
+    with contextlib.ExitStack() as stack:
+        for name, value in (change.split("=") for change in changes.split(",") if change):
+            module, new = (driver, Path(value)) if name == "cubin" else (core, int(value))
+            stack.enter_context(mock.patch.object(module, name.upper(), new))
+        for cached in (driver._library, driver._kernel, driver.ready):
+            cached.cache_clear()
+        yield core
 
 
 def main() -> None:
@@ -155,18 +151,18 @@ def main() -> None:
             del left, right
             reference: Tensor | None = None
             for label in args.cores:
-                try:
-                    core = configured(label)
-                    got = fn(core).float()
-                    torch.cuda.synchronize()
-                except Exception as error:  # the other cores still count
-                    print(f"{shape} {name} {label}: {error}", flush=True)
-                    continue
-                reference = got if reference is None else reference
-                off = float((got - reference).abs().max() / reference.abs().max())
-                del got
-                run = functools.partial(fn, core)
-                report(f"{shape} {name} {label}", 2 * m * n * k, run, args.seconds, f"off {off:.1e}")
+                with configured(label) as core:
+                    try:
+                        got = fn(core).float()
+                        torch.cuda.synchronize()
+                    except Exception as error:  # the other cores still count
+                        print(f"{shape} {name} {label}: {error}", flush=True)
+                        continue
+                    reference = got if reference is None else reference
+                    off = float((got - reference).abs().max() / reference.abs().max())
+                    del got
+                    run = functools.partial(fn, core)
+                    report(f"{shape} {name} {label}", 2 * m * n * k, run, args.seconds, f"off {off:.1e}")
 
 
 if __name__ == "__main__":
